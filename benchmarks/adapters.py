@@ -1,7 +1,7 @@
 """How long an adapter takes to be served, what it costs the calls beside it, and what room for adapters costs the
 base: `python benchmarks/adapters.py`, with real SGLang on the CPU and polarnode-tiny, some three minutes.
 
-Put: from `Adapters.put` to its return, checks included. Tokens a second: eight calls at once of 200 tokens.
+Put: from `EngineAdapters.put` to its return, checks included. Tokens a second: eight calls at once of 200 tokens.
 """
 
 import argparse

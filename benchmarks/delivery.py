@@ -23,15 +23,15 @@ from attrs import frozen
 from journal import PROMPT, SAMPLED, turn
 
 from polarnode.api.app import control_plane
-from polarnode.api.routes import Routes
+from polarnode.api.routes import ControlRoutes
 from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Json
 from polarnode.core.trajectory import Outcome, Trace, Trajectory, TurnSpan, VersionSpan
 from polarnode.http.server import Address, open_server
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import ended_session
+from polarnode.journal.log.port import pack_ended
 from polarnode.journal.log.sqlite import SqliteLog, end_entry
-from polarnode.journal.queries import KEPT_BYTES, Recent
+from polarnode.journal.queries import CACHE_BYTES, ByteCache
 
 TURNS = 20
 READERS = (1, 4, 16)
@@ -52,7 +52,7 @@ print(began, time.monotonic(), size)
 
 
 class NoNode:
-    """The part of `Service` that the routes of the log need."""
+    """The part of `NodeService` that the routes of the log need."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal, self.log = journal, SqliteLog(journal)
@@ -93,8 +93,8 @@ def trajectory(number: int) -> Trajectory:
 
 def publish(journal: Journal, number: int) -> None:
     for index in range(TURNS):
-        journal.turn(attrs.evolve(turn(index), session_id=f"s{number}"))
-    journal.write(end_entry(ended_session(trajectory(number), finished=journal.now())))
+        journal.record_turn(attrs.evolve(turn(index), session_id=f"s{number}"))
+    journal.write(end_entry(pack_ended(trajectory(number), finished=journal.now())))
 
 
 @asynccontextmanager
@@ -103,10 +103,11 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
         for number in range(sessions):
             publish(journal, number)
-        await journal.flushed()
+        await journal.flush()
         service: Any = NoNode(journal)
         async with open_server(
-            control_plane(Routes(service=service).rows(), token=None), Address(host="127.0.0.1", port=0)
+            control_plane(ControlRoutes(service=service).rows(), token=None),
+            Address(host="127.0.0.1", port=0),
         ) as address:
             yield journal, address
 
@@ -123,10 +124,10 @@ class Reading:
 
 
 async def read_all(
-    journal: Journal, address: Address, readers: int, arrays: str, *, kept: int = KEPT_BYTES
+    journal: Journal, address: Address, readers: int, arrays: str, *, kept: int = CACHE_BYTES
 ) -> Reading:
     """So many readers at once read everything; `kept` bytes of JSON are kept for the next."""
-    journal._recent = Recent(limit=kept)
+    journal._event_cache = ByteCache(limit=kept)
     outputs: list[str] = []
 
     async def read() -> None:
@@ -191,7 +192,7 @@ async def one_row(journal: Journal, address: Address, readers: int, arrays: str,
     """Both ways in turn, so that what else the machine does falls on both."""
     rounds: tuple[list[Reading], list[Reading]] = ([], [])
     for _ in range(ROUNDS):
-        for found, kept in zip(rounds, (KEPT_BYTES, 0), strict=True):
+        for found, kept in zip(rounds, (CACHE_BYTES, 0), strict=True):
             found.append(await read_all(journal, address, readers, arrays, kept=kept))
     once, each = map(median, rounds)
     sent = sessions * readers

@@ -26,9 +26,9 @@ import cattrs
 from attrs import define, field, frozen
 
 from polarnode.engine.kv_model import KvConstants, KvEvent, KvModel
-from polarnode.engine.residency import HeldCall, Residency
+from polarnode.engine.residency import HeldCall, ResidencyPolicy
 from polarnode.rollouts.machine_watch import LOOK_S
-from polarnode.rollouts.stage_limits import Bounds, Readings, Standing, State, begin, decide
+from polarnode.rollouts.stage_limits import LoadReadings, SessionCounts, StageBounds, State, begin, decide
 
 SHAPES: Final = Path(__file__).parent / "kv_shapes"
 Span = tuple[int, int]  # from, to
@@ -127,8 +127,8 @@ class Run:
     wanted: int
     forgets: bool  # the engine drops prefixes of displaced sessions first
     cap: int | None
-    queue: Bounds | None  # those of a node whose engine's cache nobody counts
-    residency: Residency | None
+    queue: StageBounds | None  # those of a node whose engine's cache nobody counts
+    residency: ResidencyPolicy | None
     chance: random.Random
     model: KvModel = field(init=False)
     now: float = 0.0
@@ -154,11 +154,11 @@ class Run:
         if self.queue is not None:
             self._watch_queue(begin(self.queue), self.queue)
 
-    def _watch_queue(self, state: State, bounds: Bounds) -> None:
+    def _watch_queue(self, state: State, bounds: StageBounds) -> None:
         """A node's look at its engine, each second."""
         working = len(self._running)
-        readings = Readings(running=self.model.running, waiting=self.model.waiting)
-        found = decide(state, readings, Standing(at_work=working, running=working), bounds)
+        readings = LoadReadings(running=self.model.running, waiting=self.model.waiting)
+        found = decide(state, readings, SessionCounts(at_work=working, running=working), bounds)
         self.cap = found.run
         self._after(LOOK_S, lambda: self._watch_queue(found, bounds))
 
@@ -172,7 +172,7 @@ class Run:
             due = self.model.next_time()
             times += [] if due is None else [due]
             if self.residency is not None:
-                times.append(max(self.residency.next_look(self.now), self.now + 1e-6))
+                times.append(max(self.residency.next_decision(self.now), self.now + 1e-6))
             self.now = min(times)
             for event in self.model.advance(self.now):
                 self._happened(event, seconds)
@@ -358,12 +358,12 @@ def simulated(
     fits = constants.capacity / shape.mean_own
     residency = None
     if policy == "residency":
-        residency = Residency(capacity=constants.capacity)
+        residency = ResidencyPolicy(capacity=constants.capacity)
     cap = int(policy.removeprefix("cap=")) if policy.startswith("cap=") else None
     wanted = round(load * fits)
     queue = None
     if policy == "queue":
-        queue = Bounds(init=wanted, run=wanted, post=wanted, memory_mb=0, disk_mb=0)
+        queue = StageBounds(init=wanted, run=wanted, post=wanted, memory_mb=0, disk_mb=0)
     run = Run(shape, constants, wanted, forgets, cap, queue, residency, random.Random(seed))
     run.play(3600 * hours)
     return {
@@ -379,7 +379,7 @@ def simulated(
         "ended": len(run.session_s),
         "scale": 1.0 if residency is None else round(residency.feedback.scale, 3),
         "margin": 0.0 if residency is None else round(residency.feedback.margin, 3),
-        "away": 0.0 if residency is None else round(residency.feedback._away, 3),
+        "away": 0.0 if residency is None else round(residency.feedback._away_share, 3),
     }
 
 

@@ -31,7 +31,7 @@ from polarnode.core.conversation import Sampling
 from polarnode.core.ports import GenerateOrder
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.kv_model import KvConstants, KvModel
-from polarnode.engine.settings import CPU_MAX_TOKENS, CPU_RUNNING, EngineSettings
+from polarnode.engine.settings import CPU_MAX_RUNNING, CPU_MAX_TOKENS, EngineSettings
 from polarnode.node.config import TINY_MODEL
 
 SYSTEM, FIRST, RESULT, SAMPLE, TURNS = 200, 800, 180, 40, 5  # tokens, and calls of a session
@@ -111,7 +111,7 @@ async def measured(engines: Engines, kv_tokens: int) -> tuple[KvConstants, float
         request_s=max((more - step) / (eight - 1), 0.0),
         context_s=max((deep - step) / most, 0.0),
         chunk=CPU_MAX_TOKENS,
-        most_running=CPU_RUNNING,
+        most_running=CPU_MAX_RUNNING,
     )
     return constants, max(short - linear * n1 - square * n1 * n1, 0.0)
 

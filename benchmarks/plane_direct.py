@@ -63,7 +63,7 @@ async def open_direct(arguments: Mapping[str, Any]) -> AsyncIterator[DirectEngin
             env={**os.environ, "TMPDIR": str(scratch.path)}, cwd=scratch.path, pass_fds=wires.theirs(),
             start_new_session=True, stdout=sys.stderr,
         )  # fmt: skip
-        wires.close_theirs()
+        wires.close_host_ends()
         reader, writer = await asyncio.open_connection(sock=wires.ours)
         engine = DirectEngine(arguments["context_length"], writer)
         decoder = FrameDecoder()

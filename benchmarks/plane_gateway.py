@@ -25,12 +25,12 @@ from polarnode.core.conversation import Sampling
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn
 from polarnode.engine.engines import open_engines
-from polarnode.engine.protocol import Marks, Simulation
-from polarnode.engine.settings import EngineSettings, Simulated, engine_arguments
+from polarnode.engine.protocol import FamilyMarks, Simulation
+from polarnode.engine.settings import EngineSettings, SimulatedEngine, engine_arguments
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.http.server import CAPTURE_CONNECTIONS, Address, Certificate, open_server
+from polarnode.http.server import MAX_CAPTURE_CONNECTIONS, Address, Certificate, open_server
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.merge.lineage import Lineages
 from polarnode.node.config import TINY_MODEL
@@ -60,7 +60,7 @@ class Figures:
         self.turns += 1
         self.extended += turn.parent is not None
         self.sampled += len(turn.sampled)
-        self.journal.turn(turn)
+        self.journal.record_turn(turn)
 
     def watch_collections(self) -> None:
         """The time Python's garbage collector takes."""
@@ -175,17 +175,19 @@ async def answer(figures: Figures, served: dict[str, Any], folder: Path) -> None
         nursery.start_soon(figures.watch_lag)
         emit(served)
         while await trio.to_thread.run_sync(sys.stdin.readline):
-            await figures.journal.flushed()
+            await figures.journal.flush()
             emit(figures.as_json(folder))
         nursery.cancel_scope.cancel()
 
 
-def simulated(model: LoadedModel, settings: dict[str, Any]) -> Simulated:
+def simulated(model: LoadedModel, settings: dict[str, Any]) -> SimulatedEngine:
     family = model.family
-    marks = Marks(
+    marks = FamilyMarks(
         turn_end=family.turn_end, think_open=family.think_open, think_close=family.think_close, call_open=family.call_open, call_close=family.call_close
     )  # fmt: skip
-    return Simulated(simulation=Simulation(**settings), marks=marks, vocab_size=model.tokenizer.vocab_size)
+    return SimulatedEngine(
+        simulation=Simulation(**settings), marks=marks, vocab_size=model.tokenizer.vocab_size
+    )
 
 
 def sessions(count: int, figures: Figures) -> LiveSessions:
@@ -217,7 +219,7 @@ async def doors(plane: ModelPlane, count: int, captures: dict[str, str] | None) 
         app = plane.app_for(None) if captures is None else CaptureEndpoint(plane, public=True)
         where = Address(host="127.0.0.1", port=0)
         opened = [
-            open_server(app, where, connections=CAPTURE_CONNECTIONS, certificate=certificate)
+            open_server(app, where, connections=MAX_CAPTURE_CONNECTIONS, certificate=certificate)
             for _ in range(count)
         ]
         yield [(await stack.enter_async_context(each)).port for each in opened]

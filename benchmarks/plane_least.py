@@ -21,7 +21,7 @@ from model_plane import GENERATION_S, RAMP_S, added_ms, cores, middle
 from plane_agents import Agent, Head, Played, Text
 from plane_apis import APIS
 
-from polarnode.http.connections import RECEIVED_BYTES
+from polarnode.http.connections import MAX_READ_BYTES
 from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.template import load_model
 from polarnode.tokens.tokenizer import LoadedTokenizer
@@ -42,7 +42,7 @@ async def _answer(stream: trio.SocketStream, *, tokenizer: LoadedTokenizer, wait
     while True:
         match connection.next_event():
             case h11.NEED_DATA:
-                connection.receive_data(await stream.receive_some(RECEIVED_BYTES))
+                connection.receive_data(await stream.receive_some(MAX_READ_BYTES))
             case h11.Data(data=data):
                 parts.append(bytes(data))
             case h11.EndOfMessage():

@@ -35,7 +35,7 @@ from polarnode.containers.images import ensure_images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Judge
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
@@ -44,10 +44,11 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.values import Filters
+from polarnode.journal.values import EventFilters
 from polarnode.rollouts import session, session_containers
-from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
-from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler
+from polarnode.rollouts.services import NodeIdentity, NodeServices, StageSlots
 from polarnode.support.concurrency import PrioritySemaphore, open_background
 
 AT_ONCE: Final = 4  # the node's init_limit
@@ -160,20 +161,20 @@ async def starts_a_second(way: Way, count: int, files: int) -> float:
 
 
 async def _start_one(
-    runtimes: Runtimes, spec: RuntimeSpec, places: trio.CapacityLimiter, held: AsyncExitStack
+    runtimes: NodeRuntimes, spec: RuntimeSpec, places: trio.CapacityLimiter, held: AsyncExitStack
 ) -> None:
     async with places:
         await held.enter_async_context(opened(runtimes, spec))
 
 
-async def _warmed(runtimes: Runtimes, spec: RuntimeSpec, count: int) -> None:
+async def _warmed(runtimes: NodeRuntimes, spec: RuntimeSpec, count: int) -> None:
     """A group was submitted a while ago: the pool is as full as its own rule makes it."""
     runtimes.prewarm(spec, 1000 if count else 0)
     while count and not runtimes.statistics().warm:  # noqa: ASYNC110 (seen from outside)
         await trio.sleep(0.05)
 
 
-def opened(runtimes: Runtimes, spec: RuntimeSpec) -> AbstractAsyncContextManager[PodmanRuntime]:
+def opened(runtimes: NodeRuntimes, spec: RuntimeSpec) -> AbstractAsyncContextManager[PodmanRuntime]:
     async def prepare(runtime: PodmanRuntime) -> None:
         await session_containers.prepare(runtime, spec)
 
@@ -286,8 +287,8 @@ async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ..
     while log.open_places:
         await log.wait_news(seen, LOOK_S)
         seen = log.news
-    await journal.flushed()
-    page = await journal.events(0, filters=Filters(kinds=("trajectory",), task_id=task_id))
+    await journal.flush()
+    page = await journal.events(0, filters=EventFilters(kinds=("trajectory",), task_id=task_id))
     found = [await journal.trajectory(each.key.partition(":")[2]) for each in page.events]
     return tuple(each for each in found if each is not None)
 
@@ -305,9 +306,11 @@ def _beforehand(wanted: bool) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def open_scheduler(runtimes: Runtimes, folder: Path, ready: int, warm: int) -> AsyncIterator[Scheduler]:
+async def open_scheduler(
+    runtimes: NodeRuntimes, folder: Path, ready: int, warm: int
+) -> AsyncIterator[Scheduler]:
     """The sessions' part of a node alone, with doors that lead nowhere."""
-    stages = Stages(
+    stages = StageSlots(
         live=PrioritySemaphore(limit=RUN_PLACES + ready),
         init=PrioritySemaphore(limit=AT_ONCE),
         run=PrioritySemaphore(limit=RUN_PLACES),

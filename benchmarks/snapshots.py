@@ -21,7 +21,7 @@ from polarnode.containers.images import ensure_images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.task import RuntimeSpec
 
 LIFETIME_S: Final = 900.0
@@ -78,7 +78,7 @@ async def measure(repeats: int) -> None:
                 print((await times(runtimes, size, repeats, Path(folder))).row(), flush=True)
 
 
-async def times(runtimes: Runtimes, size: Size, repeats: int, folder: Path) -> Times:
+async def times(runtimes: NodeRuntimes, size: Size, repeats: int, folder: Path) -> Times:
     """Take and restore a snapshot again and again; each restore is of a container of its own."""
     held, restored = list[float](), list[float]()
     async with runtimes.open(SPEC, session_id="source", lifetime_s=LIFETIME_S) as source:
@@ -98,7 +98,7 @@ async def times(runtimes: Runtimes, size: Size, repeats: int, folder: Path) -> T
     return Times(held=tuple(held), restore=tuple(restored), files=kept.files, bytes=kept.bytes)
 
 
-async def _restore(runtimes: Runtimes, tar: Path, places: tuple[str, ...]) -> float:
+async def _restore(runtimes: NodeRuntimes, tar: Path, places: tuple[str, ...]) -> float:
     async with runtimes.open(SPEC, session_id="target", lifetime_s=LIFETIME_S) as target:
         began = trio.current_time()
         await target.restore_snapshot(tar, places)

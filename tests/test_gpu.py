@@ -24,13 +24,13 @@ import trio
 from engine_mixture import a_conversation_tells_each_position_once, experts_of, make_mixture
 from engine_reference import (
     Reference,
-    a_node,
     difference,
     host_pid,
-    nothing_is_left,
+    is_nothing_left,
     scheduler_of,
     settings,
     shared_memory_of,
+    start_node_process,
     temporary,
 )
 from fakes_engine import contract, joined, order, sample, until_idle
@@ -122,7 +122,7 @@ async def test_one_gpu(reference: Reference, updated: Reference, tmp_path: Path,
                 host = host_pid(engines)
                 shared |= shared_memory_of(host)
         assert group_members(host) == []
-        assert nothing_is_left(temporary, shared)
+        assert is_nothing_left(temporary, shared)
         assert bystander.poll() is None
 
 
@@ -327,7 +327,7 @@ async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Pat
 async def test_a_killed_node_leaves_no_engine_on_the_gpu(
     reference: Reference, tmp_path: Path, temporary: Path
 ) -> None:
-    parent = a_node(reference, tmp_path, "cuda")
+    parent = start_node_process(reference, tmp_path, "cuda")
     assert parent.stdout is not None
     with parent.stdout as said, trio.fail_after(900):
         host = int((await trio.to_thread.run_sync(said.readline)).split()[1])
@@ -338,4 +338,4 @@ async def test_a_killed_node_leaves_no_engine_on_the_gpu(
         while group_members(host):  # noqa: ASYNC110 - nobody tells us of a stranger's children
             await trio.sleep(0.05)
     assert not members & compute_processes()
-    assert nothing_is_left(temporary, shared)
+    assert is_nothing_left(temporary, shared)

@@ -17,7 +17,7 @@ import trio
 import trio.testing
 from attrs import define
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, HandEngine, Stage, answers, served, spelled, stage
+from plane_kit import CONTEXT, AsgiClient, HandEngine, Stage, answers, served, spelled, stage
 from tokens_kit import model
 
 from polarnode.core.errors import EngineError
@@ -136,7 +136,7 @@ every_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.name)
 
 
 @define(eq=False)
-class Client(Asgi):
+class Client(AsgiClient):
     """A harness's side."""
 
     async def ask(self, here: Stage, asked: tuple[str, bytes]) -> "Client":

@@ -8,7 +8,7 @@ from typing import Any
 
 from polarnode.core.conversation import Message
 from polarnode.core.trajectory import Trace, Trajectory, Turn
-from polarnode.merge.figures import tools_of
+from polarnode.merge.figures import parse_tools
 from polarnode.tokens.rendering import messages_shape, tools_shape
 
 
@@ -19,7 +19,7 @@ def retold(trace: Trace, session: Trajectory, tokenizer: Any) -> tuple[list[int]
     recorded, places = conversation(line)
     messages, tools = (
         messages_shape(recorded),
-        tools_shape(tools_of(line[0].new_messages)) if line[0].new_messages is not None else [],
+        tools_shape(parse_tools(line[0].new_messages)) if line[0].new_messages is not None else [],
     )
 
     def rendered(upto: int, *, asking: bool) -> str:

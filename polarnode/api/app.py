@@ -2,8 +2,8 @@
 add, and the OpenAPI 3.1 document of them all.
 
 Quart's time limits are off, because they cut streams silently. The limit on request bodies is set here. Every
-route except the two probes needs the token. What other sites' web pages send is refused. A path that is not
-in the table is answered 404 with a message.
+route except the two probes needs the token. Requests from web pages of other sites are refused. A path that
+is not in the table is answered 404 with a message.
 
 The document is built by pure functions from the served routes and the types that read and write their
 bodies. It repeats nothing that the code states elsewhere: tests compare the parameters with `query`, and
@@ -24,13 +24,13 @@ from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import HTTPException
 
-from polarnode.api.openapi_shapes import BYTES, ENGINE, JSON, OPERATIONS, Operation, Where
-from polarnode.api.query import MOST_LINES, MOST_TASKS, PARQUET, Begin, Kind, read_query
+from polarnode.api.openapi_shapes import BYTES, ENGINE_OPERATIONS, JSON, OPERATIONS, Operation, RouteKey
+from polarnode.api.query import MAX_LINES, MOST_TASKS, PARQUET, BeginAt, Kind, read_query
 from polarnode.api.service import Unauthorized, answer_error
 from polarnode.core import cursors
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.json import dump_json
-from polarnode.core.codec.schema import Schema, Schemas
+from polarnode.core.codec.schema import Schema, SchemaCollector
 from polarnode.core.codec.trajectories import JSON_SCHEMAS, Turns
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, PolarnodeError
@@ -38,13 +38,13 @@ from polarnode.core.trajectory import Status
 from polarnode.groups.group import GroupState
 from polarnode.http.asgi import BrowserGuard, RouteRow, admit_request, guard_browsers
 from polarnode.http.compression import compress_answers
-from polarnode.http.places import place_of
+from polarnode.http.places import slot_of
 from polarnode.journal.values import EventKind
 from polarnode.trainers import FORMATS
 
 # ── parameters ────────────────────────────────────────────────────────────
 
-LARGEST: Final = 10**18 - 1  # the largest number accepted
+MAX_NUMBER: Final = 10**18 - 1  # the largest number that a parameter may have
 
 
 def _one(description: str, schema: Schema) -> Schema:
@@ -55,18 +55,18 @@ def _enum(values: Iterable[str]) -> Schema:
     return {"type": "string", "enum": list[Json](values)}
 
 
-_CURSOR: Final[Schema] = {"type": "string", "pattern": f"^{cursors.TEXT}$"}
-_COUNT: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
+_CURSOR_SCHEMA: Final[Schema] = {"type": "string", "pattern": f"^{cursors.TEXT}$"}
+_COUNT_SCHEMA: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": MAX_NUMBER}
 
 PARAMETERS: Final[Mapping[str, Schema]] = {
     "consumer": _one(
         "A name whose position the node keeps.",
         {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
     ),
-    "after": _one("Begin after this position, an `id:` of the stream or a number.", _CURSOR),
+    "after": _one("Begin after this position, an `id:` of the stream or a number.", _CURSOR_SCHEMA),
     "begin": _one(
         "Where to begin without `after` and without a consumer's position.",
-        {**_enum(get_args(Begin)), "default": "oldest"},
+        {**_enum(get_args(BeginAt)), "default": "oldest"},
     ),
     "follow": _one(
         "false: end the stream when no more events are stored.", {"type": "boolean", "default": True}
@@ -93,8 +93,8 @@ PARAMETERS: Final[Mapping[str, Schema]] = {
         "explode": False,
         "schema": {"type": "array", "items": _enum(get_args(EventKind)), "minItems": 1},
     },
-    "offset": _one("The byte of the log to begin at.", _COUNT),
-    "tail": _one("Only so many of the last lines.", {"type": "integer", "minimum": 1, "maximum": MOST_LINES}),
+    "offset": _one("The byte of the log to begin at.", _COUNT_SCHEMA),
+    "tail": _one("Only so many of the last lines.", {"type": "integer", "minimum": 1, "maximum": MAX_LINES}),
     "pieces": _one(
         "Whether the text of each token is added, for people.", {"type": "boolean", "default": False}
     ),
@@ -129,23 +129,27 @@ REASONS: Final[Mapping[int, str]] = {
     503: "Unavailable now: the log, the engine or the node that has this does not answer.",
     507: "The journal's disk is full, read-only or failing: the sentence says which.",
 }
-_EVERY: Final = (400, 403, 500, 503)  # 503: the log is away, or all places of the socket are taken
-_PLACE: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # of a name in a row's path
+_EVERY: Final = (400, 403, 500, 503)  # 503: the log does not answer, or the socket has no free place
+_PATH_PARAMETER: Final = re.compile(r"<(?:\w+:)?(\w+)>")  # a parameter in a row's path
 
 
-def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, token: bool) -> dict[str, Json]:
-    """The document of these routes. `token` is whether the routes need one. Routes without an operation are
-    left out.
+def document(
+    rows: Iterable[RouteKey], operations: Mapping[RouteKey, Operation], *, token: bool
+) -> dict[str, Json]:
+    """The OpenAPI document of these routes. `token` says whether the routes need one. Routes without an
+    operation are left out.
     """
-    asked = Schemas(strict=True, suffix="Request", known=JSON_SCHEMAS)
-    given = Schemas(strict=False, known=JSON_SCHEMAS)
-    loose = Schemas(strict=False, suffix="OpenRequest")
+    asked = SchemaCollector(strict=True, suffix="Request", known=JSON_SCHEMAS)
+    given = SchemaCollector(strict=False, known=JSON_SCHEMAS)
+    loose = SchemaCollector(strict=False, suffix="OpenRequest")
     paths: dict[str, Any] = {}
     for where in filter(operations.__contains__, rows):
         method, path = where
-        item = paths.setdefault(_braced(path), {})
+        item = paths.setdefault(_template_path(path), {})
         op = operations[where]
-        item[method.lower()] = _operation(where, op, loose if op.open_body else asked, given, token=token)
+        item[method.lower()] = _operation_schema(
+            where, op, loose if op.open_body else asked, given, token=token
+        )
     schemes: Schema = {"token": {"type": "http", "scheme": "bearer"}} if token else {}
     return {
         "openapi": "3.1.0",
@@ -159,18 +163,20 @@ def document(rows: Iterable[Where], operations: Mapping[Where, Operation], *, to
     }
 
 
-def _operation(where: Where, op: Operation, asked: Schemas, given: Schemas, *, token: bool) -> Schema:
+def _operation_schema(
+    where: RouteKey, op: Operation, asked: SchemaCollector, given: SchemaCollector, *, token: bool
+) -> Schema:
     method, path = where
     found: Schema = {
         "operationId": _name(method, path),
         "summary": op.summary,
         "tags": [op.tag],
         "parameters": [
-            *_in_path(path),
-            *(_in_query(name, PARAMETERS[name]) for name in op.query),
-            *starmap(_in_query, op.own.items()),
-            *(_in_header(name, HEADERS[name]) for name in op.headers),
-            *starmap(_in_header, op.own_headers.items()),
+            *_path_parameters(path),
+            *(_query_parameter(name, PARAMETERS[name]) for name in op.query),
+            *starmap(_query_parameter, op.own.items()),
+            *(_header_parameter(name, HEADERS[name]) for name in op.headers),
+            *starmap(_header_parameter, op.own_headers.items()),
         ],
         "responses": _responses(op, given, token=token and not op.open),
     }
@@ -186,9 +192,9 @@ def _operation(where: Where, op: Operation, asked: Schemas, given: Schemas, *, t
     return found
 
 
-def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
+def _responses(op: Operation, given: SchemaCollector, *, token: bool) -> Schema:
     shape: Schema = {"type": "string"} if op.answer is None else given.of(op.answer)
-    links: Schema = {_name(*where): _link(place, where) for place, where in op.leads_to.items()}
+    links: Schema = {_name(*where): _response_link(place, where) for place, where in op.leads_to.items()}
     content: Schema = {each: {"schema": shape} for each in (op.content, *op.also)}
     found: Schema = {
         str(op.status): {"description": op.summary, "content": content, **({"links": links} if links else {})}
@@ -205,53 +211,53 @@ def _responses(op: Operation, given: Schemas, *, token: bool) -> Schema:
     return found
 
 
-def _link(place: str, where: Where) -> Schema:
-    return {"operationId": _name(*where), "parameters": {_in_braces(where[1])[0]: f"$response.body#{place}"}}
+def _response_link(place: str, where: RouteKey) -> Schema:
+    return {"operationId": _name(*where), "parameters": {_path_names(where[1])[0]: f"$response.body#{place}"}}
 
 
-def _braced(path: str) -> str:
-    return _PLACE.sub(r"{\1}", path)
+def _template_path(path: str) -> str:
+    return _PATH_PARAMETER.sub(r"{\1}", path)
 
 
-def _in_braces(path: str) -> list[str]:
-    return _PLACE.findall(path)
+def _path_names(path: str) -> list[str]:
+    return _PATH_PARAMETER.findall(path)
 
 
 def _name(method: str, path: str) -> str:
-    words = re.findall(r"[A-Za-z]\w*", _braced(path))
+    words = re.findall(r"[A-Za-z]\w*", _template_path(path))
     return "_".join([method.lower(), *words])
 
 
-def _in_path(path: str) -> list[Json]:
+def _path_parameters(path: str) -> list[Json]:
     return [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        for name in _in_braces(path)
+        for name in _path_names(path)
     ]
 
 
-def _in_query(name: str, parameter: Schema) -> Json:
+def _query_parameter(name: str, parameter: Schema) -> Json:
     return {"name": name, "in": "query", "required": False, **parameter}
 
 
-def _in_header(name: str, schema: Schema) -> Json:
+def _header_parameter(name: str, schema: Schema) -> Json:
     return {"name": name, "in": "header", "required": False, "schema": schema}
 
 
 # ── openapi ────────────────────────────────────────────────────────────
 
-EVERY: Final[Mapping[Where, Operation]] = {**OPERATIONS, **ENGINE}
+EVERY: Final[Mapping[RouteKey, Operation]] = {**OPERATIONS, **ENGINE_OPERATIONS}
 
-__all__ = ["EVERY", "Operation", "Where", "document"]
+__all__ = ["EVERY", "Operation", "RouteKey", "document"]
 
 
 # ── the app ─────────────────────────────────────────────────────────────────────────────────────────
 
-BODY_BYTES = 64 << 20  # room for a task with its workspace as base64 files; larger files belong in an image
-# whose answers last as long as their readers like: Polar's is `/events`
+BODY_BYTES = 64 << 20  # enough for a task whose workspace is base64 files; larger files belong in an image
+# The paths of routes whose answers last as long as their readers like; Polar's is `/events`.
 STREAMS = ("/v1/trajectories/stream", "/v1/sessions/live", "/events")
-STREAM_RETRY_S = 10.0  # between tries to open one more stream than the socket has places for
-OPEN_PATHS = ("/healthz", "/readyz")  # probes have no token, and their answers reveal nothing
-OPEN_BELOW = "/ui/"  # the page's files, which are in every release: the page asks its user for the token
+STREAM_RETRY_S = 10.0  # after which a client may ask again for a stream that has no place
+OPEN_PATHS = ("/healthz", "/readyz")  # probes send no token, and the answers reveal nothing
+OPEN_PREFIX = "/ui/"  # the page's public files; the page asks its user for the token
 
 
 @frozen(kw_only=True)
@@ -264,7 +270,7 @@ class Extension:
     """
 
     rows: tuple[RouteRow, ...]
-    operations: Mapping[Where, Operation] = field(factory=dict)
+    operations: Mapping[RouteKey, Operation] = field(factory=dict)
     token_headers: tuple[str, ...] = ()
     basic: bool = False
 
@@ -278,12 +284,12 @@ def control_plane(
 ) -> QuartTrio:
     """Create the app that serves a node's `routes` and the extensions'.
 
-    With `token` None every request that `guard` lets pass is accepted: bind the app to a loopback address
-    only. Without a `guard` loopback's names are served, and every name where there is a token.
+    If `token` is None, every request that `guard` lets pass is accepted: bind the app to a loopback address
+    only. Without a `guard` the app serves every host name if there is a token, else only loopback names.
     """
     extensions = tuple(extensions)
     app = QuartTrio("polarnode.control_plane", static_folder=None)
-    app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
+    app.url_map.merge_slashes = False  # otherwise a path with // is answered by a redirect, in HTML
     app.config.update(
         RESPONSE_TIMEOUT=None,
         BODY_TIMEOUT=None,
@@ -294,7 +300,7 @@ def control_plane(
     if token is not None:
         headers = tuple(header for extension in extensions for header in extension.token_headers)
         basic = frozenset(path for each in extensions if each.basic for _, path, _ in each.rows)
-        _guard(app, f"Bearer {token}".encode(), headers, basic)
+        _require_token(app, f"Bearer {token}".encode(), headers, basic)
     _limit_streams(app)
     compress_answers(app)
     rows = [*routes]
@@ -309,24 +315,25 @@ def control_plane(
     return app
 
 
-NO_TOKEN = (
+NO_TOKEN_MESSAGE = (
     "this needs the control plane's token: send it as 'Authorization: Bearer …'; polarnode's commands take"
     " --token or POLARNODE_TOKEN"
 )
-OTHER_TOKEN = (
+WRONG_TOKEN_MESSAGE = (
     "the token that was sent (polarnode's commands take --token or POLARNODE_TOKEN) is another than this"
     " control plane's: compare it with the POLARNODE_TOKEN that the node was started with"
 )
 
 
-def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Container[str]) -> None:
-    """Ask for the token; `basic` are the paths that take it as a password."""
+def _require_token(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Container[str]) -> None:
+    """Make every request show the token. `basic`: the paths that also take it as a password."""
 
     @app.before_request
     async def check_token() -> None:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This function is async although it waits for nothing, because Quart would run a plain function in a
+        # thread.
         await trio.lowlevel.checkpoint()
-        if request.path in OPEN_PATHS or request.path.startswith(OPEN_BELOW):
+        if request.path in OPEN_PATHS or request.path.startswith(OPEN_PREFIX):
             return
         sent = [
             request.headers.get("Authorization", ""),
@@ -335,20 +342,23 @@ def _guard(app: QuartTrio, expected: bytes, headers: tuple[str, ...], basic: Con
         given, rule = request.authorization, request.url_rule
         if rule is not None and rule.rule in basic and given is not None and given.type == "basic":
             sent.append(f"Bearer {given.password}")
-        # compare all of them, so that the time taken does not reveal which one matched
+        # All of them are compared, so that the time does not reveal which one matched.
         if not sum(compare_digest(each.encode(), expected) for each in sent):
-            raise Unauthorized(OTHER_TOKEN if any(each.partition(" ")[2] for each in sent) else NO_TOKEN)
+            raise Unauthorized(
+                WRONG_TOKEN_MESSAGE if any(each.partition(" ")[2] for each in sent) else NO_TOKEN_MESSAGE
+            )
         admit_request()
 
 
 def _limit_streams(app: QuartTrio) -> None:
-    """Leave places on the socket to requests that are no streams."""
+    """Keep some places of the socket free for requests that are not streams."""
 
     @app.before_request
     async def check_streams() -> None:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This function is async although it waits for nothing, because Quart would run a plain function in a
+        # thread.
         await trio.lowlevel.checkpoint()
-        place = place_of(cast(HTTPScope, request.scope)) if request.path in STREAMS else None
+        place = slot_of(cast(HTTPScope, request.scope)) if request.path in STREAMS else None
         if place is not None and not place.open_stream():
             raise Busy(
                 "as many streams are open as this node serves: end some, or read several tasks from one",
@@ -356,18 +366,19 @@ def _limit_streams(app: QuartTrio) -> None:
             )
 
 
-DOCUMENT = ("GET", "/v1/openapi.json")
+DOCUMENT_ROUTE = ("GET", "/v1/openapi.json")
 
 
 def _document_row(
-    rows: Iterable[RouteRow], operations: Mapping[Where, Operation], *, token: bool
+    rows: Iterable[RouteRow], operations: Mapping[RouteKey, Operation], *, token: bool
 ) -> RouteRow:
-    body = dump_json(document([*(row[:2] for row in rows), DOCUMENT], operations, token=token))
+    body = dump_json(document([*(row[:2] for row in rows), DOCUMENT_ROUTE], operations, token=token))
 
     async def openapi() -> Response:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This function is async although it waits for nothing, because Quart would run a plain function in a
+        # thread.
         await trio.lowlevel.checkpoint()
         read_query(request.args)
         return Response(body, content_type="application/json")
 
-    return (*DOCUMENT, openapi)
+    return (*DOCUMENT_ROUTE, openapi)

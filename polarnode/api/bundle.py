@@ -1,8 +1,8 @@
-"""The page with the trajectories of a file, in place of a node: files that any web server can serve.
+"""The node's page with the trajectories of a file in place of a node, as files that any web server can serve.
 
-A bundle is the page's own files, an `index.html` that tells the page to read files, and `data/…`: the answers
-that a node would give, made from a `trajectories.jsonl`. Nothing of it runs on a server. The page asks for
-them by the same paths as it asks a node (`web/ui/bundle.js`).
+A bundle holds the page's own files, an `index.html` that tells the page to read files, and `data/…`: the
+answers that a node would give, made from a `trajectories.jsonl`. No code runs on the server. The page asks
+for these files by the same paths as for a node's answers (`web/ui/bundle.js`).
 """
 
 import re
@@ -12,35 +12,35 @@ from typing import Any, Final
 
 from attrs import define, evolve, field
 
-from polarnode.api.page import POLICY, PageFile, page_files
+from polarnode.api.page import POLICY, PageFile, read_page_files
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.group import STANDARD, facts_of, group_json, judged
-from polarnode.journal.finished_groups import advantages
+from polarnode.groups.group import DEFAULT_GROUP_SPEC, facts_of, group_json, judged
+from polarnode.journal.finished_groups import group_advantages
 from polarnode.tokens.pieces import pieces_of
 
-_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")  # ids that are names of files
-_INDEX: Final = "index.html"
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")  # ids that can be names of files
+_INDEX_FILE: Final = "index.html"
 
 
 @define(eq=False)
 class Bundle(Mapping[str, PageFile]):
-    """The files by their path. Those of a session are made when they are read: a large file of trajectories
-    is held once.
+    """The files of a bundle by their path. The files of a session are made when they are read, so that a
+    large file of trajectories is in memory only once.
 
-    `rows` are the file's JSON lines. Raises Refused for lines that are no trajectories, for an id that is no
-    name of a file, and for one that occurs twice.
+    `rows` are the file's JSON lines. Raises Refused for a line that is not a trajectory, for an id that
+    cannot be a file name, and for an id that occurs twice.
     """
 
     title: str
     token_bytes: Callable[[int], bytes]
     _sessions: dict[str, Mapping[str, Any]]
-    _tasks: dict[str, list[Mapping[str, Any]]] = field(init=False)  # their sessions
-    _forks: dict[str, list[Json]] = field(init=False)  # their records, by parent
-    _files: Mapping[str, PageFile] = field(factory=page_files)
+    _tasks: dict[str, list[Mapping[str, Any]]] = field(init=False)  # the sessions of each task
+    _forks: dict[str, list[Json]] = field(init=False)  # records of forks, by their parent
+    _files: Mapping[str, PageFile] = field(factory=read_page_files)
 
     @classmethod
     def of(
@@ -71,7 +71,7 @@ class Bundle(Mapping[str, PageFile]):
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> PageFile:
-        if name == _INDEX:
+        if name == _INDEX_FILE:
             return _bundle_index(self._files[name])
         if name in self._files:
             return self._files[name]
@@ -118,7 +118,9 @@ class Bundle(Mapping[str, PageFile]):
 
 
 def _bundle_index(index: PageFile) -> PageFile:
-    """The page's document for a bundle, with its policy inside: a file server sends none."""
+    """The page's HTML document for a bundle. Its content security policy is in the document, because a file
+    server sends none.
+    """
     policy = "; ".join(each for each in POLICY.split("; ") if not each.startswith("frame-ancestors"))
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     head = f'<html lang="en" data-bundle>\n<head>\n{meta}'
@@ -152,22 +154,24 @@ def _session(row: Mapping[str, Any]) -> Json:
 
 
 def _group(task: str, rows: Sequence[Mapping[str, Any]]) -> Json:
-    """The group of a task's sessions, judged by a task's defaults: the file does not say which it had."""
+    """The group of a task's sessions, judged by the default settings of tasks: the file does not have the
+    task's own.
+    """
     found: list[Trajectory] = [
         read_trajectory({**row, "turns": []}) for row in rows if not row.get("retried_as")
     ]
     whole = group_json(
-        judged(STANDARD, map(facts_of, found), task_id=task, group_id=str(rows[0].get("group_id")))
+        judged(DEFAULT_GROUP_SPEC, map(facts_of, found), task_id=task, group_id=str(rows[0].get("group_id")))
     )
     forks = {row["session_id"]: row.get("forked_from") for row in rows}
     sessions: Any = whole["sessions"]
     members = sessions
-    if any(forks.values()):  # as a node does
+    if any(forks.values()):  # as in a node's answer
         members = [{**each, "forked_from": forks[each["session_id"]]} for each in sessions]
     return {
         **whole,
         "sessions": members,
-        "advantages": advantages(members),
+        "advantages": group_advantages(members),
         "ended": None,
         "submitted": None,
         "harness": found[0].harness if found else "",

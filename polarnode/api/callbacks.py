@@ -1,11 +1,12 @@
 """Callbacks: each event of a task is POSTed to the task's URL until the receiver accepts it.
 
-The log records which events are pending, and leases each to one node at a time: one that dies while it sends
-leaves an event that another sends again, so a receiver may get one twice, under the same key. Everything kept
-here may be forgotten without loss, so each table is bounded. Events of one task are sent in order. An attempt
-always ends, never raises past `Callbacks`, and goes to the task's URL alone: the environment's proxies and
-credentials are not used, redirects are not followed, and the address connected to is one that was checked.
-The task's `callback_format` selects the body of an event; integrations register their own formats.
+The log records which events are pending, and leases each to one node at a time. If a node dies while it sends
+an event, another node sends it again, so a receiver may get an event twice, under the same key. Everything
+that this module keeps may be forgotten without loss, so each table is bounded. Events of one task are sent in
+order. An attempt always ends, never raises past `Callbacks`, and goes only to the task's URL: proxies and
+credentials of the environment are not used, redirects are not followed, and every address is checked before
+it is connected to. The task's `callback_format` selects the body of an event; integrations register their own
+formats.
 """
 
 import logging
@@ -44,9 +45,9 @@ from polarnode.core.conversation import json_key
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.task import TaskSpec
-from polarnode.journal.log.port import LeasedCallback, Log, LogAway
+from polarnode.journal.log.port import LeasedCallback, Log, LogUnavailable
 from polarnode.journal.pending_callbacks import EVENT_FORMAT, CallbackCounts
-from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, StoredEvent, TaskRecord
+from polarnode.journal.values import DEFAULT_KINDS, EventFilters, EventKind, StoredEvent, TaskRecord
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import open_background
 
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 # ── bodies ────────────────────────────────────────────────────────────
 
-HELD_BYTES = 8 << 20  # the largest body kept in memory: most groups are smaller
+MAX_HELD_BYTES = 8 << 20  # the largest body that is kept in memory; most groups are smaller
 
 
 @frozen(kw_only=True)
@@ -62,8 +63,9 @@ class CallbackFormat:
     """A value of `callback_format`: the kinds of events it sends, and their bodies.
 
     `body` yields the bytes of one body, piece by piece. It is called a second time for a body larger than
-    HELD_BYTES, and must yield the same bytes. `refusal` reads the reply of a receiver that answered 2xx: why
-    it did not take the body nevertheless, or None. A reply over REPLY_BYTES is given as b"".
+    MAX_HELD_BYTES, and must yield the same bytes. `refusal` reads the reply of a receiver that answered 2xx,
+    and returns why the receiver still did not take the body, or None. A reply over MAX_REPLY_BYTES is given
+    as b"".
     """
 
     kinds: tuple[EventKind, ...]
@@ -83,13 +85,13 @@ class CallbackBody:
 async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> CallbackBody:
     """Measure a body, because receivers without chunked encoding need `Content-Length`.
 
-    A body of one piece is in memory anyway and is kept. A body larger than HELD_BYTES is generated twice.
+    A body of one piece is in memory anyway and is kept. A body larger than MAX_HELD_BYTES is generated twice.
     """
     size, kept, count = 0, list[bytes](), 0
     async for piece in pieces():
         size += len(piece)
         count += 1
-        if size <= HELD_BYTES or count == 1:
+        if size <= MAX_HELD_BYTES or count == 1:
             kept.append(piece)
         else:
             kept.clear()
@@ -98,22 +100,24 @@ async def measured(pieces: Callable[[], AsyncGenerator[bytes, None]]) -> Callbac
 
 # ── receivers ──────────────────────────────────────────────────────────────────
 
-LOOKUPS = 8  # names looked up at once: each is a thread that waits
-LOOKUP_S = 10.0  # a resolver asks its servers for 5 s each, and most have two
-ADDRESSES = 4  # tried of one name: the first two of each family get round one that is down
+MAX_LOOKUPS = 8  # names looked up at once; each lookup is a thread that waits
+LOOKUP_TIMEOUT_S = 10.0  # a resolver waits 5 s for each of its servers, and most have two
+MAX_ADDRESSES = 4  # addresses tried for one name: two of each family, so that one may be down
 
 
 class CallbackFailed(PolarnodeError):
-    """An event was not accepted, and why, in words for whoever may read the status."""
+    """An event was not accepted. The message says why, in words that anyone who reads the status may see."""
 
     boundary = "client"
 
 
 # One sentence for every kind of silence: whoever may submit a task must not learn from the status which ports
 # of the node's networks are open.
-NO_ANSWER = "it gave no HTTP answer, or none in time: node.log has the reason"
-# nor what a receiver answers
-NOT_TAKEN = "it answered that it did not take the event: its own log has the reason, and node.log its answer"
+NO_ANSWER_REASON = "it gave no HTTP answer, or none in time: node.log has the reason"
+# For the same reason the status does not show what a receiver answers.
+NOT_TAKEN_REASON = (
+    "it answered that it did not take the event: its own log has the reason, and node.log its answer"
+)
 
 
 def callback_networks(texts: Iterable[str]) -> tuple[Network, ...]:
@@ -122,8 +126,9 @@ def callback_networks(texts: Iterable[str]) -> tuple[Network, ...]:
 
 
 @define(eq=False, kw_only=True)
-class Receivers:
-    """Where callbacks may go: `networks`, and never the node's own sockets or what `never_connected` names.
+class CallbackReceivers:
+    """The addresses that callbacks may go to: `networks`, but never the node's own sockets or the addresses
+    that `never_connected` names.
 
     `own_ports` are collections of ports that the node listens at on this machine; add to it whatever opens
     later. A name is looked up once for each attempt, and each address is checked before it is connected to.
@@ -132,12 +137,12 @@ class Receivers:
     networks: tuple[Network, ...] = callback_networks(CALLBACK_NETWORKS)
     own_ports: list[Collection[int]] = field(factory=list)
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
-        factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))
+        factory=lambda: Resolver(trio.CapacityLimiter(MAX_LOOKUPS))
     )
     is_own: Callable[[str], bool] = is_own
 
     def refusal(self, text: str, port: int) -> str | None:
-        """Why no callback goes to an address, as a predicate; None when it may."""
+        """Why no callback may go to an address, as the predicate of a sentence; None if one may."""
         address = ip_address(text)
         if never_connected(address):
             return "leads to a link-local, metadata, multicast or reserved address, where no callback goes"
@@ -155,8 +160,8 @@ class Receivers:
         """Raise Refused for a URL whose host is an address where no callback goes."""
         parts = urlsplit(url)
         host = "127.0.0.1" if parts.hostname == "localhost" else str(parts.hostname)
-        with suppress(ValueError):  # a name
-            reason = self.refusal(str(ip_address(host)), _port(parts.scheme, parts.port))
+        with suppress(ValueError):  # the host is a name
+            reason = self.refusal(str(ip_address(host)), _url_port(parts.scheme, parts.port))
             if reason is not None:
                 raise Refused(f"callback_url {reason}", path="$.callback_url")
 
@@ -164,42 +169,42 @@ class Receivers:
         """The addresses of a URL's host that may be connected to, in the order to try them. Raises
         CallbackFailed when there is none.
         """
-        port, found = _port(url.scheme, url.port), list[str]()
-        with trio.move_on_after(LOOKUP_S):
+        port, found = _url_port(url.scheme, url.port), list[str]()
+        with trio.move_on_after(LOOKUP_TIMEOUT_S):
             try:
                 found = list(await self.resolve(url.host, port))
-            except (OSError, UnicodeError) as error:  # socket.gaierror is one
+            except (OSError, UnicodeError) as error:  # socket.gaierror is an OSError
                 logger.info("the callback host %s could not be looked up: %s", url.host, error)
         reasons = {each: self.refusal(each, port) for each in found}
         allowed = [each for each, reason in reasons.items() if reason is None]
         if allowed:
-            return allowed[:ADDRESSES]
+            return allowed[:MAX_ADDRESSES]
         for each, reason in reasons.items():
             logger.info("no callback to %s at %s port %d: it %s", url.host, each, port, reason)
-        raise CallbackFailed(next((f"its host {reason}" for reason in reasons.values()), NO_ANSWER))
+        raise CallbackFailed(next((f"its host {reason}" for reason in reasons.values()), NO_ANSWER_REASON))
 
 
-def _port(scheme: str, port: int | None) -> int:
+def _url_port(scheme: str, port: int | None) -> int:
     return port or (443 if scheme == "https" else 80)
 
 
 # ── one attempt ────────────────────────────────────────────────────────────
 
-# for one POST and its response: a group of long sessions is some hundred megabytes, which a loopback
-# transfers in seconds
+# The time for one POST and its response. A group of long sessions is some hundred megabytes, which a loopback
+# connection transfers in seconds.
 ATTEMPT_S = 60.0
-# bytes of a response body that are read, so that its connection can be reused and its format can see whether
-# the event was taken; of a longer one only the status is used
-REPLY_BYTES = 64 << 10
+# At most this many bytes of a response body are read, so that its connection can be reused and its format can
+# see whether the event was taken. Of a longer response only the status is used.
+MAX_REPLY_BYTES = 64 << 10
 
 
 @frozen(kw_only=True)
-class Poster:
+class CallbackSender:
     """Sends events to their receivers. `formats` maps names to the formats other than `event`."""
 
     log: Log
     client: httpx2.AsyncClient
-    receivers: Receivers
+    receivers: CallbackReceivers
     formats: Mapping[str, CallbackFormat] = field(factory=dict)
 
     async def send(self, callback: LeasedCallback) -> bool:
@@ -207,7 +212,7 @@ class Poster:
         CallbackFailed when the event must be sent again, and LogAway where it cannot be read now.
         """
         before = Cursor(position=callback.position - 1)
-        found = await self.log.events(before, filters=Filters(kinds=USUAL_KINDS), limit=1)
+        found = await self.log.events(before, filters=EventFilters(kinds=DEFAULT_KINDS), limit=1)
         if not found.page.events or found.page.events[0].seq != callback.position:
             return False
         with trio.move_on_after(ATTEMPT_S):
@@ -221,14 +226,14 @@ class Poster:
                     callback.key,
                     refusal,
                 )
-                raise CallbackFailed(NOT_TAKEN)
+                raise CallbackFailed(NOT_TAKEN_REASON)
             if 200 <= status < 300:
                 return True
             raise CallbackFailed(
                 f"it answered {status}" + (", and redirects are not followed" if 300 <= status < 400 else "")
             )
         logger.info("the callback %s took more than %g s", shown(callback.url), ATTEMPT_S)
-        raise CallbackFailed(NO_ANSWER)
+        raise CallbackFailed(NO_ANSWER_REASON)
 
     async def _post(self, callback: LeasedCallback, event: StoredEvent, log: str) -> tuple[int, str | None]:
         """POST a body to the first of the receiver's addresses that can be connected to, and return the
@@ -238,27 +243,27 @@ class Poster:
         chosen, body = await self._body(event, await self.log.task(callback.task_id), log)
         for address in await self.receivers.addresses(url):
             try:
-                status, reply = await self._post_to(address, url, body, event)
+                status, reply = await self._post_to_address(address, url, body, event)
                 refusal = None if chosen is None or status >= 300 else chosen.refusal(reply)
                 return status, refusal
             except httpx2.ConnectError as error:
                 logger.info("the callback %s at %s: %s", shown(callback.url), address, error)
             except (httpx2.HTTPError, OSError) as error:
                 logger.info("the callback %s at %s: %s", shown(callback.url), address, error)
-                break  # its body may have been read
-        raise CallbackFailed(NO_ANSWER)
+                break  # its receiver may have read the body
+        raise CallbackFailed(NO_ANSWER_REASON)
 
-    async def _post_to(
+    async def _post_to_address(
         self, address: str, url: httpx2.URL, body: CallbackBody, event: StoredEvent
     ) -> tuple[int, bytes]:
-        """POST a body to the very address that was checked; the name in `url` stays in Host and in TLS. The
-        status and the body of the reply.
+        """POST a body to exactly the address that was checked; the name in `url` stays in Host and in TLS.
+        Returns the status and the body of the reply.
         """
         headers = {
             "Host": url.netloc.decode("ascii"),
             "Content-Type": "application/json",
             "Content-Length": str(body.size),
-            "Idempotency-Key": event.key,  # the same at every delivery
+            "Idempotency-Key": event.key,  # the same key at every delivery
             "Polarnode-Event": event.kind,
             "Polarnode-Seq": str(event.seq),
         }
@@ -272,7 +277,7 @@ class Poster:
                 extensions={"sni_hostname": url.host},
             ) as response:
                 reply = b""
-                if int(response.headers.get("content-length", REPLY_BYTES + 1)) <= REPLY_BYTES:
+                if int(response.headers.get("content-length", MAX_REPLY_BYTES + 1)) <= MAX_REPLY_BYTES:
                     async for piece in response.aiter_raw():  # decoded, a small body could become a huge one
                         reply += piece
                 return response.status_code, reply
@@ -280,8 +285,8 @@ class Poster:
     async def _body(
         self, event: StoredEvent, task: TaskRecord | None, log: str
     ) -> tuple[CallbackFormat | None, CallbackBody]:
-        """The task's format, and the event in it. It is the plain event of the log named `log`, and None, if
-        the task is pruned or its format does not send this kind.
+        """The event as a body, and the task's format. If the task is pruned, or its format does not send this
+        kind of event, it is the plain event of the log named `log`, and None.
         """
         chosen = None if task is None else self.formats.get(task.spec.callback_format)
         if chosen is not None and task is not None and event.kind in chosen.kinds:
@@ -302,24 +307,25 @@ def shown(url: str) -> str:
 
 # ── all of a node ────────────────────────────────────────────────────────────
 
-# a trainer that is up again gets its events within about a minute
+# A trainer that is up again gets its events within about a minute.
 PAUSES: Final = Backoff(first_s=1.0, longest_s=60.0, jitter=0.25)
-AT_ONCE = 32  # concurrent POSTs to URLs that answer: each holds one session's JSON, a few megabytes
-# concurrent POSTs to URLs whose last POSTs all failed, one to each: they delay no others
-PROBES = 8
-AT_ONE_URL = 4  # concurrent POSTs to one URL: a trainer processes its groups one after another anyway
-# an event is leased when its attempt begins, and reading it and saying what came of it take a moment: the
-# events of a node that died are sent by another so much later
+AT_ONCE = 32  # concurrent POSTs to URLs that answer; each holds one session's JSON, some MB
+# Concurrent POSTs to URLs whose last POSTs all failed, one to each. They do not delay POSTs to other URLs.
+MAX_PROBES = 8
+MAX_POSTS_PER_URL = 4  # concurrent POSTs to one URL; a trainer handles its groups one after another anyway
+# The length of a lease, which begins with an attempt; the 15 s are for reading the event and for recording
+# the result. After this time another node sends the events of a node that died.
 LEASE_S = ATTEMPT_S + 15.0
 # URLs whose pauses are kept: 200 bytes each; one that is dropped is only retried earlier
 REMEMBERED = 20_000
-TROUBLES = 20  # URLs listed in the status with their last failure
-LOOK_S = 0.25  # the least time between two looks for pending events that news of the log causes
-# between looks while events are pending: for those that another node failed to send, or died with
+MAX_TROUBLE_URLS = 20  # URLs listed in the status with their last failure
+LOOK_S = 0.25  # the least time between two reads of the log when it reports new events
+# The time between reads of the log while events are pending, which finds the events that another node failed
+# to send or leased before it died.
 AGAIN_S = 1.0
-UNREAD_S = 5.0  # before the next look when the log could not be read
-SETTLE_S = 5.0  # at shutdown, for the events of the last sessions: a receiver that answers needs about one
-CLOSE_S = 5.0  # for closing idle connections
+UNREADABLE_DELAY_S = 5.0  # until the next read after the log could not be read
+SETTLE_S = 5.0  # at shutdown, to send the last sessions' events; about 1 s is usually enough
+CLOSE_S = 5.0  # to close idle connections
 
 
 @frozen(kw_only=True)
@@ -327,9 +333,9 @@ class CallbackStatistics:
     """Counts of callbacks, as GET /v1/status reports them.
 
     Since the node's start: events `taken` by receivers, and attempts that `failed`. Since the log was
-    created: events that retention pruned before they were accepted (`expired`). Now: events of all nodes
-    that are `pending`, as of the last query; POSTs `under_way` here, to so many `urls`; and `trouble`: the
-    error of the last failed attempt by URL (without its query), for the last few URLs.
+    created: events that retention pruned before they were accepted (`expired`). Now: events of all nodes that
+    are `pending`, as of the last query; POSTs `under_way` from this node, and the number of their `urls`; and
+    `trouble`: the error of the last failed attempt by URL (without its query), for the last few URLs.
     """
 
     taken: int = 0
@@ -343,14 +349,16 @@ class CallbackStatistics:
 
 @define(eq=False)
 class UrlPause:
-    """A URL that failed: `failures` in a row. It is tried again at `until`, and was last tried at `tried`."""
+    """The pause of a URL whose last `failures` attempts failed. It was last tried at `tried` and is tried
+    again at `until`.
+    """
 
     failures: int = 0
     until: float = 0.0
     tried: float = 0.0
 
     @property
-    def resting(self) -> bool:
+    def is_resting(self) -> bool:
         return self.until > trio.current_time()
 
     def extend(self) -> None:
@@ -361,20 +369,21 @@ class UrlPause:
 
 
 @define(eq=False)
-class Callbacks:
+class CallbackService:
     """Sends callbacks from a node. Created by `open_callbacks`."""
 
     log: Log
-    poster: Poster
+    poster: CallbackSender
     _under_way: Counter[str] = field(factory=Counter, init=False)  # events that are being sent, by URL
-    _accepted: Counter[str] = field(factory=Counter, init=False)  # since the first of these began
-    _probed: set[str] = field(factory=set, init=False)  # URLs of these that failed before
-    _urls: dict[str, UrlPause] = field(factory=dict, init=False)  # that failed
+    # Events that were accepted since the first of those under way began.
+    _accepted: Counter[str] = field(factory=Counter, init=False)
+    _probed: set[str] = field(factory=set, init=False)  # URLs of these events that failed before
+    _paused_urls: dict[str, UrlPause] = field(factory=dict, init=False)  # URLs that failed
     _trouble: dict[str, str] = field(factory=dict, init=False)
     _wake: trio.Event = field(factory=trio.Event, init=False)
     _looks: int = field(default=0, init=False)
-    _accepted_at: int = field(default=0, init=False)  # the looks before the last event that was accepted
-    _found: int = field(default=0, init=False)  # events, by the last look
+    _accepted_at: int = field(default=0, init=False)  # `_looks` when the last event was accepted
+    _found: int = field(default=0, init=False)  # events found by the last read
     _counted: float = field(default=-float("inf"), init=False)
     _taken: int = field(default=0, init=False)
     _failed: int = field(default=0, init=False)
@@ -382,7 +391,9 @@ class Callbacks:
 
     @property
     def own_ports(self) -> list[Collection[int]]:
-        """Ports that the node listens at on this machine, to which no callback goes. Add what opens later."""
+        """Ports that the node listens at on this machine, to which no callback goes. Add ports that open
+        later.
+        """
         return self.poster.receivers.own_ports
 
     def check(self, spec: TaskSpec) -> None:
@@ -399,7 +410,7 @@ class Callbacks:
             )
 
     def statistics(self) -> CallbackStatistics:
-        """The counts now."""
+        """The current counts."""
         return CallbackStatistics(
             taken=self._taken,
             failed=self._failed,
@@ -411,9 +422,12 @@ class Callbacks:
         )
 
     async def settle(self) -> None:
-        """Return when this node has nothing to send now: what is pending rests, or is another node's."""
+        """Return when this node has nothing to send now: all pending events wait for a pause, or are another
+        node's.
+        """
         begun = self._looks
-        # one look may have begun before this, or before the event was accepted that the next one waited for
+        # Two reads of the log are needed: one may have begun before this call, or before the acceptance of an
+        # event whose successor waited for it.
         while self._under_way or self._found or self._looks < max(begun, self._accepted_at) + 2:
             self._wake.set()
             await trio.sleep(LOOK_S)
@@ -429,14 +443,14 @@ class Callbacks:
                     self._found = await self._look(nursery)
                 except PolarnodeError as error:
                     logger.warning("pending callbacks could not be read: %s", error)
-                    await trio.sleep(UNREAD_S)
+                    await trio.sleep(UNREADABLE_DELAY_S)
                     continue
                 self._looks += 1
-                with trio.move_on_at(self._next_rest()):
+                with trio.move_on_at(self._next_retry_time()):
                     await self._wake.wait()
 
     async def _watch(self) -> None:
-        """Wake `run` at news of the log, and now and then without any."""
+        """Wake `run` when the log has news, and from time to time without news."""
         while True:
             seen = self.log.news
             self._wake.set()
@@ -446,25 +460,31 @@ class Callbacks:
     # ── one look ──────────────────────────────────────────────────────────────
 
     async def _look(self, nursery: trio.Nursery) -> int:
-        """Lease what can be sent now, and begin to send it. The number of events."""
+        """Lease the events that can be sent now, and begin to send them. Returns their number."""
         if not self.log.callbacks_pending:
             self._counts = evolve(self._counts, pending=0)
             return 0
         await self._count()
-        rooms = {url: max(0, AT_ONE_URL - count) for url, count in self._under_way.items()}
-        rooms |= dict.fromkeys(self._urls, 0)
+        rooms = {url: max(0, MAX_POSTS_PER_URL - count) for url, count in self._under_way.items()}
+        rooms |= dict.fromkeys(self._paused_urls, 0)
         room = AT_ONCE - (self._under_way.total() - len(self._probed))
         found: list[LeasedCallback] = []
         if room > 0:
-            found += await self.log.lease_callbacks(room, seconds=LEASE_S, each=AT_ONE_URL, rooms=rooms)
+            found += await self.log.lease_callbacks(
+                room, seconds=LEASE_S, each=MAX_POSTS_PER_URL, rooms=rooms
+            )
         self._begin(nursery, found)
         return len(found) + await self._probe(nursery)
 
     async def _probe(self, nursery: trio.Nursery) -> int:
-        """Begin to send one event to each of some URLs that failed and rest no more."""
-        free = PROBES - len(self._probed)
-        due = [url for url, pause in self._urls.items() if not pause.resting and url not in self._under_way]
-        due = sorted(due, key=lambda url: self._urls[url].until)[:free]
+        """Begin to send one event to each of some URLs that failed and whose pauses are over."""
+        free = MAX_PROBES - len(self._probed)
+        due = [
+            url
+            for url, pause in self._paused_urls.items()
+            if not pause.is_resting and url not in self._under_way
+        ]
+        due = sorted(due, key=lambda url: self._paused_urls[url].until)[:free]
         if not due:
             return 0
         rooms = dict.fromkeys(due, 1)
@@ -472,11 +492,11 @@ class Callbacks:
         probed = {each.url for each in found}
         self._probed |= probed
         self._begin(nursery, found)
-        for url in set(due) - probed:  # its events rest themselves, or it has none any more
-            pause = self._urls[url]
+        for url in set(due) - probed:  # its events are paused themselves, or it has none left
+            pause = self._paused_urls[url]
             pause.until = trio.current_time() + AGAIN_S
             if pause.until - pause.tried > 2 * PAUSES.longest_s:
-                del self._urls[url]
+                del self._paused_urls[url]
         return len(found)
 
     def _begin(self, nursery: trio.Nursery, leased: Iterable[LeasedCallback]) -> None:
@@ -489,42 +509,44 @@ class Callbacks:
         if now - self._counted < LOOK_S:
             return
         self._counted, before = now, self._counts.expired
-        self._counts = await self.log.callback_counts()
+        self._counts = await self.log.count_callbacks()
         if self._counts.expired > before:
             logger.warning(
                 "%d events were pruned by the log's retention before their receivers accepted them",
                 self._counts.expired - before,
             )
 
-    def _next_rest(self) -> float:
-        """When the first URL that rests now is tried again."""
+    def _next_retry_time(self) -> float:
+        """The time at which the first of the paused URLs is tried again."""
         now = trio.current_time()
-        return min((each.until for each in self._urls.values() if each.until > now), default=float("inf"))
+        return min(
+            (each.until for each in self._paused_urls.values() if each.until > now), default=float("inf")
+        )
 
     # ── one event ─────────────────────────────────────────────────────────────
 
     async def _serve(self, callback: LeasedCallback) -> None:
-        """Send one event, and say what came of it."""
+        """Send one event, and record the result in the log."""
         url, before = callback.url, self._accepted[callback.url]
         try:
             accepted = await self.poster.send(callback)
-        except LogAway as away:  # the lease ends by itself
+        except LogUnavailable as away:  # the lease ends by itself
             logger.warning("the callback %s of task %s: %s", shown(url), callback.task_id, away)
         except PolarnodeError as error:
             logger.info("the callback %s of task %s is tried again: %s", shown(url), callback.task_id, error)
             self._failed += 1
-            remember(self._trouble, shown(url), str(error), most=TROUBLES)
-            if before == self._accepted[url]:  # while it accepts others it does not rest
-                pause = self._urls.get(url) or UrlPause()
+            remember(self._trouble, shown(url), str(error), most=MAX_TROUBLE_URLS)
+            if before == self._accepted[url]:  # a URL that accepted another event is not paused
+                pause = self._paused_urls.get(url) or UrlPause()
                 pause.extend()
-                remember(self._urls, url, pause, most=REMEMBERED)
+                remember(self._paused_urls, url, pause, most=REMEMBERED)
             with suppress(PolarnodeError):  # the lease ends by itself
-                # without a random share, so that it is free when its URL is tried again
-                await self.log.callback_failed(callback, after_s=PAUSES.delay(callback.lease - 1))
+                # The delay has no random part, so that the event is free when its URL is tried again.
+                await self.log.retry_callback(callback, after_s=PAUSES.delay(callback.lease - 1))
         else:
             self._taken += accepted
             self._accepted[url] += 1
-            self._urls.pop(url, None)
+            self._paused_urls.pop(url, None)
             self._trouble.pop(shown(url), None)
             await self._acknowledge(callback)
             self._accepted_at = self._looks
@@ -535,13 +557,15 @@ class Callbacks:
         self._wake.set()
 
     async def _acknowledge(self, callback: LeasedCallback) -> None:
-        """Tell the log that an event was accepted. Where it is away for too long the event is sent again."""
+        """Tell the log that an event was accepted. If the log is away for too long, the event is sent
+        again.
+        """
         with trio.move_on_after(LEASE_S):
             while True:
                 try:
-                    await self.log.callback_taken(callback)
+                    await self.log.accept_callback(callback)
                     return
-                except LogAway:
+                except LogUnavailable:
                     await trio.sleep(AGAIN_S)
                 except PolarnodeError as error:
                     logger.warning("a callback that was accepted is sent again: %s", error)
@@ -553,13 +577,13 @@ async def open_callbacks(
     log: Log,
     *,
     formats: Mapping[str, CallbackFormat] | None = None,
-    receivers: Receivers | None = None,
-) -> AsyncIterator[Callbacks]:
+    receivers: CallbackReceivers | None = None,
+) -> AsyncIterator[CallbackService]:
     """Send callbacks while the block runs. Events still pending SETTLE_S after its end are sent by another
     node, or by the next run of this one. `formats` are registered besides `event`; `receivers` are where they
     may go, by default loopback and private networks.
     """
-    limits = httpx2.Limits(max_connections=AT_ONCE + PROBES, max_keepalive_connections=AT_ONCE)
+    limits = httpx2.Limits(max_connections=AT_ONCE + MAX_PROBES, max_keepalive_connections=AT_ONCE)
     headers = {"accept-encoding": "identity", "user-agent": "polarnode"}
     # Use no proxies or credentials of the node's environment: an event goes directly to the host that its
     # task names, and carries no secret of this one.
@@ -567,8 +591,10 @@ async def open_callbacks(
         timeout=None, limits=limits, headers=headers, trust_env=False, follow_redirects=False
     )
     try:
-        poster = Poster(log=log, client=client, receivers=receivers or Receivers(), formats=formats or {})
-        callbacks = Callbacks(log=log, poster=poster)
+        poster = CallbackSender(
+            log=log, client=client, receivers=receivers or CallbackReceivers(), formats=formats or {}
+        )
+        callbacks = CallbackService(log=log, poster=poster)
         async with open_background(callbacks.run):
             yield callbacks
             with trio.move_on_after(SETTLE_S):

@@ -34,19 +34,19 @@ from polarnode.core.errors import ConfigError, PolarnodeError, Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.http.asgi import GREETING, KEEP_ALIVE
 from polarnode.journal.log.news import wait_events
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import Log, LogAway, LogGap, LogPage
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import Log, LogGap, LogPage, LogUnavailable
 from polarnode.journal.values import (
-    KEYS_ALONE,
-    PRUNED,
+    KEYS_ONLY,
+    PRUNED_BODY,
     StoredEvent,
     TrajectoryEncoder,
     json_encoder,
 )
-from polarnode.offline.rows import GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, sft_lines, table
+from polarnode.offline.rows import ROW_GROUP_TOKENS, ParquetRow, arrow, rows_of, schema, sft_lines, table
 from polarnode.trainers import FORMATS, project
 
-Read = Callable[[Callable[[], bytes]], Awaitable[bytes]]  # runs a long pure call off the event loop
+Read = Callable[[Callable[[], bytes]], Awaitable[bytes]]  # runs a long pure call in a thread
 
 # ── formats ────────────────────────────────────────────────────────────
 
@@ -84,7 +84,9 @@ def _whose(name: str, trajectory: Trajectory) -> dict[str, Json]:
 
 
 def format_bytes(name: str, trajectory: Trajectory, arrays: Arrays) -> bytes:
-    """The same as JSON bytes, with `refused` in place of the data if the format cannot represent it."""
+    """The result of `format_json` as JSON bytes, with `refused` in place of the data if the format cannot
+    represent the trajectory.
+    """
     try:
         return dump_json(format_json(name, trajectory, arrays))
     except Refused as refused:
@@ -98,10 +100,14 @@ def _plain(value: Any, arrays: Arrays) -> Any:
             return (
                 value.tolist()
                 if arrays == "json"
-                else {"dtype": str(value.dtype), "shape": list(value.shape), "data": _base64(value.tobytes())}
+                else {
+                    "dtype": str(value.dtype),
+                    "shape": list(value.shape),
+                    "data": _encode_base64(value.tobytes()),
+                }
             )
         case bytes():
-            return _base64(value)
+            return _encode_base64(value)
         case dict():
             return {name: _plain(each, arrays) for name, each in value.items()}
         case list():
@@ -109,14 +115,14 @@ def _plain(value: Any, arrays: Arrays) -> Any:
     return value
 
 
-def _base64(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     return b64encode(data).decode()
 
 
 # ── events ────────────────────────────────────────────────────────────────────
 
 
-def encoder_of(query: Query) -> TrajectoryEncoder:
+def query_encoder(query: Query) -> TrajectoryEncoder:
     """The function that encodes trajectories for a stream or an export."""
     if query.format is None:
         return json_encoder(query.arrays, query.turns)
@@ -131,16 +137,16 @@ def encoder_of(query: Query) -> TrajectoryEncoder:
 
 def export(log: Log, read: Read, query: Query, last: Cursor) -> Response:
     """Yield the body of GET /v1/export in the format that the query names, up to the event at `last`. While
-    the log is away the body waits, and goes on where it was.
+    the log is away, the body waits; then it continues where it stopped.
     """
     if query.kind == "rewards":
-        return _lines(log, _alone(query), KEYS_ALONE, last)
+        return _lines(log, _alone(query), KEYS_ONLY, last)
     if query.kind == "sft":
-        return _lines(log, _alone(query), SFT, last)
+        return _lines(log, _alone(query), SFT_ENCODER, last)
     if query.format == PARQUET:
         _check_arrow()
         return Response(_parquet(log, read, query, last), content_type="application/vnd.apache.parquet")
-    return _lines(log, check_format(query), encoder_of(query), last)
+    return _lines(log, check_format(query), query_encoder(query), last)
 
 
 def _check_arrow() -> None:
@@ -166,16 +172,16 @@ def _alone(query: Query) -> Query:
 async def _finished(
     log: Log, query: Query, encoder: TrajectoryEncoder, last: Cursor
 ) -> AsyncIterator[StoredEvent]:
-    """Every trajectory, or reward, that was published before the export began, oldest first."""
+    """Every trajectory or reward that was published before the export began, oldest first."""
     seen = Cursor(log=last.log)
     filters = evolve(query.filters(), kinds=("reward",) if query.kind == "rewards" else ("trajectory",))
     while seen.position < last.position:
         look = partial(log.events, seen, filters=filters, encoder=encoder)
-        found = await answered(look, meanwhile="an export waits")
+        found = await retry_until_answered(look, meanwhile="an export waits")
         for event in found.page.events:
             if event.seq <= last.position:
                 yield event
-        if found.page.seen == seen.position:  # it ends before: a standby was promoted that lacks the rest
+        if found.page.seen == seen.position:  # the log ends earlier: a promoted standby lacks the rest
             return
         seen = Cursor(position=found.page.seen, log=found.log)
 
@@ -184,13 +190,14 @@ async def _encoded_lines(
     log: Log, query: Query, encoder: TrajectoryEncoder, last: Cursor
 ) -> AsyncIterator[bytes]:
     """One or more lines for each trajectory; none for one that was pruned meanwhile or encodes to nothing. A
-    trajectory that cannot be read has a line of its own, except among conversations: the log names it.
+    trajectory that cannot be read has a line of its own, except among conversations, where only node.log
+    names it.
     """
     async for event in _finished(log, query, encoder, last):
         if event.kind == "unreadable":
-            if encoder is not SFT:
+            if encoder is not SFT_ENCODER:
                 yield b'{"unreadable":' + event.body + b"}\n"
-        elif event.body not in (b"", PRUNED):
+        elif event.body not in (b"", PRUNED_BODY):
             yield event.body + b"\n"
 
 
@@ -202,7 +209,7 @@ def _conversations(trajectory: Trajectory) -> bytes:
     return b"\n".join(dump_json(line.body) for line in lines)
 
 
-SFT: Final = TrajectoryEncoder(name="sft", encode=_conversations)
+SFT_ENCODER: Final = TrajectoryEncoder(name="sft", encode=_conversations)
 
 
 async def _parquet(log: Log, read: Read, query: Query, last: Cursor) -> AsyncIterator[bytes]:
@@ -211,13 +218,13 @@ async def _parquet(log: Log, read: Read, query: Query, last: Cursor) -> AsyncIte
     """
     file = await trio.to_thread.run_sync(ParquetFile)
     waiting: list[ParquetRow] = []
-    async for event in _finished(log, query, KEYS_ALONE, last):
+    async for event in _finished(log, query, KEYS_ONLY, last):
         if event.kind == "unreadable":
-            continue  # the log names it
+            continue  # node.log names it
         look = partial(log.trajectory, event.key.partition(":")[2])
-        trajectory = await answered(look, meanwhile="an export waits")
+        trajectory = await retry_until_answered(look, meanwhile="an export waits")
         waiting += () if trajectory is None else rows_of(trajectory, accepted=True, held_out=False)
-        if sum(row.tokens for row in waiting) >= GROUP_TOKENS:
+        if sum(row.tokens for row in waiting) >= ROW_GROUP_TOKENS:
             yield await read(partial(file.written, tuple(waiting)))
             waiting.clear()
     yield await read(lambda: file.written(waiting) + file.ended())
@@ -276,33 +283,37 @@ class ParquetFile:
 
 # ── streams of events ───────────────────────────────────────────────────────────────────────────────
 
-# bytes written at once: small events are sent together, and a large one is not copied whole for a slow reader
+# The bytes written at once. Small events are sent together, and a large event is not copied whole for a slow
+# reader.
 WRITE_BYTES = 256 << 10
-# bytes of a file at a time: one disk read, and little memory for a slow client
+# The bytes of a file that are read at a time: one disk read, and little memory for a slow client.
 PIECE = 1 << 20
 END = b"\n\n"
-LAST = b"}" + END  # ends an event whose body is written separately
-KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; two for the network
+LAST = b"}" + END  # the end of an event whose body is written separately
+KEEP_ALIVE_S = 8.0  # the API promises a byte every 10 s; 2 s are left for the network
 
 
-AWAY_S = 1.0  # between two looks at a log that is away
+AWAY_S = 1.0  # between two tries to read a log that is away
 
 
 def event_stream(log: Log, query: Query, start: Cursor, *, resumes: bool) -> AsyncIterator[bytes]:
-    """Events after `start` as they are published; `resumes`: that is the consumer's position. With
-    follow=false the stream ends when there are no more; if a task is named, after that task's end.
+    """Yield the events after `start` as they are published; `resumes` says that `start` is the consumer's
+    position. With follow=false the stream ends when there are no more events; if a task is named, it ends
+    after that task's end.
 
     A stream holds at most one page of events: it reads the next when the client has consumed the page. While
-    the log is away it stays open, and goes on where it was.
+    the log is away, the stream stays open; then it continues where it stopped.
     """
     events = _events(log, query, start, resumes=resumes)
-    return events if query.consumer is None else _Attended(log=log, consumer=query.consumer, events=events)
+    return (
+        events if query.consumer is None else _ConsumerStream(log=log, consumer=query.consumer, events=events)
+    )
 
 
 @define(eq=False, kw_only=True)
-class _Attended(AsyncIterator[bytes]):
-    """A consumer's stream. The log counts the consumer as reading from the first piece until Quart closes
-    the iterator, which Quart does however the client disconnects.
+class _ConsumerStream(AsyncIterator[bytes]):
+    """A consumer's stream. The log counts the consumer as reading from the first piece until Quart closes the
+    iterator, which it does whichever way the client disconnects.
     """
 
     log: Log
@@ -313,31 +324,32 @@ class _Attended(AsyncIterator[bytes]):
     async def __anext__(self) -> bytes:
         if not self._reads:
             self._reads = True
-            self.log.attend(self.consumer, 1)
+            self.log.track_stream(self.consumer, 1)
         return await anext(self.events)
 
     async def aclose(self) -> None:
         if self._reads:
             self._reads = False
-            self.log.attend(self.consumer, -1)
+            self.log.track_stream(self.consumer, -1)
         await self.events.aclose()
 
 
 async def _events(log: Log, query: Query, start: Cursor, *, resumes: bool) -> AsyncGenerator[bytes, None]:
     yield GREETING
-    if query.begin == "newest":  # a reader that reconnects before the first event begins here again
+    if query.begin == "newest":  # a reader that reconnects before its first event begins here again
         yield b"id: %b\n\n" % cursor_text(log, start).encode()
     seen, last_write = start, trio.current_time()
     while True:
         news = log.event_news
         found = await _look(log, query, seen)
-        if isinstance(found, LogAway):
+        if isinstance(found, LogUnavailable):
             await wait_events(log, news, AWAY_S)
         elif isinstance(found, PolarnodeError):
             yield b"event: error\ndata: " + dump_json(error_json(found.boundary, str(found))) + END
             return
-        elif resumes and (further := await _further(log, query.consumer, found)) is not None:
-            # a killed reader's last acknowledgements may come after its next life's stream began
+        elif resumes and (further := await _later_position(log, query.consumer, found)) is not None:
+            # The last acknowledgements of a killed reader may arrive after its restarted self opened this
+            # stream.
             seen = further
             continue
         else:
@@ -358,26 +370,26 @@ async def _events(log: Log, query: Query, start: Cursor, *, resumes: bool) -> As
 
 
 @frozen
-class _Found:
+class _FoundPage:
     """A page, and whether the log holds no more for a reader that does not follow."""
 
     answer: LogPage
     is_last: bool
 
 
-async def _look(log: Log, query: Query, seen: Cursor) -> _Found | PolarnodeError:
-    """The next page. Whether it is the last is asked before it is read, so that a task's end between the two
-    is not missed.
+async def _look(log: Log, query: Query, seen: Cursor) -> _FoundPage | PolarnodeError:
+    """Read the next page. Whether it is the last one is determined before the page is read, so that a task's
+    end between the two is not missed.
     """
     try:
-        is_last = not query.follow and await _nothing_to_come(log, query.task_id)
-        answer = await log.events(seen, filters=query.filters(), encoder=encoder_of(query))
-        return _Found(answer, is_last)
+        is_last = not query.follow and await _is_log_complete(log, query.task_id)
+        answer = await log.events(seen, filters=query.filters(), encoder=query_encoder(query))
+        return _FoundPage(answer, is_last)
     except PolarnodeError as error:
         return error
 
 
-async def _nothing_to_come(log: Log, task_id: str | None) -> bool:
+async def _is_log_complete(log: Log, task_id: str | None) -> bool:
     """Whether the log already holds all events."""
     if task_id is None:
         return True
@@ -385,25 +397,25 @@ async def _nothing_to_come(log: Log, task_id: str | None) -> bool:
     return task is None or task.finished
 
 
-async def _further(log: Log, consumer: str | None, found: _Found) -> Cursor | None:
-    """Where a consumer is by now, whose stream missed events that it had acknowledged before."""
+async def _later_position(log: Log, consumer: str | None, found: _FoundPage) -> Cursor | None:
+    """The present position of a consumer whose stream missed events, if it had acknowledged these before."""
     gap = found.answer.gap
     if gap is None or consumer is None:
         return None
-    with suppress(LogAway):
-        position = await log.position(consumer)
+    with suppress(LogUnavailable):
+        position = await log.consumer_cursor(consumer)
         return position if position.position > gap.asked.position else None
     return None
 
 
 def cursor_text(log: Log, cursor: Cursor) -> str:
-    """A position as readers have it: a number, with the name of a log that nodes share."""
+    """A position in the form that readers get: a number, with the log's name if nodes share the log."""
     return (cursor if log.shared else Cursor(position=cursor.position)).text
 
 
-def _gap(log: Log, gap: LogGap) -> bytes:
-    """A gap event: the events between are not in this log, for the `reason` that it states; or `after`
-    belongs to another log (the file was replaced), and this one is sent from its beginning.
+def _gap_event(log: Log, gap: LogGap) -> bytes:
+    """A gap event. It says that events are missing from this log, for the stated `reason`; or that `after`
+    belongs to another log (the file was replaced), and this log is sent from its beginning.
     """
     after, oldest = gap.asked.position, gap.position + 1
     body: dict[str, Json] = {
@@ -416,14 +428,14 @@ def _gap(log: Log, gap: LogGap) -> bytes:
 
 
 def _pieces(log: Log, found: LogPage) -> Iterator[bytes]:
-    """A gap, and encoded events in pieces of about WRITE_BYTES."""
-    held: list[bytes] = [] if found.gap is None else [_gap(log, found.gap)]
+    """The pieces of a page, of about WRITE_BYTES each: a gap if there is one, then the encoded events."""
+    held: list[bytes] = [] if found.gap is None else [_gap_event(log, found.gap)]
     size = 0
     for event in found.page.events:
         body = event.body
         head = _head(log, event.kind, Cursor(position=event.seq, log=found.log))
         parts = [
-            head + event.before(found.log),
+            head + event.json_prefix(found.log),
             *(body[place : place + WRITE_BYTES] for place in range(0, len(body), WRITE_BYTES)),
             LAST,
         ]
@@ -438,7 +450,7 @@ def _pieces(log: Log, found: LogPage) -> Iterator[bytes]:
 
 
 def _head(log: Log, kind: str, cursor: Cursor) -> bytes:
-    # compact JSON has no line breaks
+    # Compact JSON has no line breaks.
     return b"event: %b\nid: %b\ndata: " % (kind.encode(), cursor_text(log, cursor).encode())
 
 

@@ -6,7 +6,7 @@ from attrs import frozen
 from quart import Response, request
 
 from polarnode.api.query import read_query
-from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.service import NodeService, NotFound, json_response
 from polarnode.core.codec.forks import fork_task, read_fork
 from polarnode.core.codec.json import plain
 from polarnode.core.errors import Refused
@@ -15,16 +15,18 @@ from polarnode.http.asgi import RouteRow, body_json
 
 @frozen(kw_only=True)
 class ForkRoutes:
-    """The handlers."""
+    """The handler of forks."""
 
-    service: Service
+    service: NodeService
 
     def rows(self) -> Iterator[RouteRow]:
         """The rows of the control plane's table."""
         yield ("POST", "/v1/sessions/<session_id>/fork", self.fork)
 
     async def fork(self, session_id: str) -> Response:
-        """Submit a task of forks, made of the parent's own; answered as POST /v1/tasks is."""
+        """Submit a task of forks that is made from the parent's task. The answer is that of POST
+        /v1/tasks.
+        """
         read_query(request.args)
         order = read_fork(await body_json())
         session = await self.service.log.session(session_id)

@@ -1,10 +1,12 @@
-"""Changes of live sessions as a stream of server-sent events, of all nodes of a log at any of them.
+"""The changes of live sessions as a stream of server-sent events. Each node of a log serves those of all
+nodes.
 
-A node's sessions are looked at from time to time, and all readers share one look. A reader is sent what
-differs from what it was sent last, and each event is of one node. What it has not taken yet is kept as the
-last change of each session, so a slow one costs at most a status of each session that is live, and a session
-is sent once in LOOK_S at most. Nothing is numbered: a reader that comes again is sent all that is live. What
-began and ended between two looks is not seen here; trajectories have their own stream, which misses nothing.
+A node looks at its sessions from time to time, and all readers share the result. A reader is sent the
+differences from what it was sent last; each event is of one node. Of the changes that a reader has not taken
+yet, only the last one of each session is kept. So a slow reader costs at most one status of each live
+session, and a session is sent at most once in LOOK_S. Events have no numbers: a reader that reconnects is
+sent all live sessions. A session that began and ended between two looks is missed here; trajectories have
+their own stream, which misses nothing.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -16,9 +18,15 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.exports import KEEP_ALIVE_S
-from polarnode.api.proxy import NODES_S, PASSED_TO, Astray, OtherNodes, answer_for
+from polarnode.api.proxy import (
+    NODES_INTERVAL_S,
+    PASSED_TO,
+    MisdirectedRequest,
+    OtherNodes,
+    pass_failure_response,
+)
 from polarnode.api.query import read_query
-from polarnode.api.service import Service
+from polarnode.api.service import NodeService
 from polarnode.client.requests import query_string
 from polarnode.client.scripts import PAUSES, Block, Decoder
 from polarnode.client.values import read_answer
@@ -28,10 +36,10 @@ from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionChang
 from polarnode.http.asgi import GREETING, KEEP_ALIVE, RouteRow, event_response
 from polarnode.journal.log.port import NodeRow
 
-LOOK_S: Final = 0.5  # between two looks: a person sees no difference from less
-SHARE: Final = 20  # a look may take a twentieth of the time: one at 20,000 sessions holds the loop for 0.1 s
+LOOK_S: Final = 0.5  # between two looks; a person would not notice a shorter time
+SHARE: Final = 20  # looks take at most 1/20 of the time; one at 20,000 sessions holds the loop for 0.1 s
 PATH: Final = "/v1/sessions/live"
-AT_ONCE: Final = 500  # sessions of an event, 150 kB: more of them would hold the loop for longer than a look
+AT_ONCE: Final = 500  # sessions of one event, 150 kB; more would hold the loop for longer than a look
 
 Found = Mapping[str, LiveSessionStatus]
 
@@ -41,12 +49,12 @@ Found = Mapping[str, LiveSessionStatus]
 
 @define(eq=False)
 class SeenSessions:
-    """What one reader was sent last, by session; None before the first time."""
+    """The sessions that one reader was sent last; None before the first time."""
 
     _sent: Found | None = field(default=None, init=False)
 
     def changes(self, live: Found, ended: Found) -> list[LiveSessionStatus]:
-        """What differs now: sessions that began, that went on, and that are `ended` or live no more."""
+        """The differences now: sessions that began, that went on, and that are `ended` or no longer live."""
         before = self._sent or {}
         self._sent = live
         went_on = [each for name, each in live.items() if name not in before or _moved(before[name], each)]
@@ -59,17 +67,19 @@ class SeenSessions:
 
     @property
     def begun(self) -> bool:
-        """Whether the reader was sent anything."""
+        """Whether the reader was sent anything yet."""
         return self._sent is not None
 
 
 def _moved(before: LiveSessionStatus, now: LiveSessionStatus) -> bool:
-    """Whether more than time passed."""
+    """Whether anything but the time changed."""
     return (before.phase, before.turns, before.sampled_tokens) != (now.phase, now.turns, now.sampled_tokens)
 
 
 def pieces(node: str, sessions: Sequence[LiveSessionStatus], *, whole: bool) -> Iterator[SessionChanges]:
-    """Changes as events, `whole` in the first one alone. One without sessions is sent where it is `whole`."""
+    """The changes as events; only the first one can be `whole`. An event without sessions is sent only if it
+    is `whole`.
+    """
     for place in range(0, max(len(sessions), int(whole)), AT_ONCE):
         shown = tuple(sessions[place : place + AT_ONCE])
         yield SessionChanges(node=node, sessions=shown, whole=whole and place == 0)
@@ -86,13 +96,13 @@ def changes_event(changes: SessionChanges) -> bytes:
 class SessionWatch:
     """A node's sessions at the last look: those that are live, and those that ended recently."""
 
-    service: Service
+    service: NodeService
     live: Found = field(factory=dict, init=False)
     ended: Found = field(factory=dict, init=False)
-    next_s: float = field(default=-inf, init=False)  # when the next look is due
+    next_s: float = field(default=-inf, init=False)  # the time of the next look
 
     def look(self) -> None:
-        """Look again where it is due."""
+        """Look at the sessions again if that is due."""
         began = trio.current_time()
         if began < self.next_s:
             return
@@ -117,8 +127,8 @@ def _of_capture(capture: CaptureStatus) -> LiveSessionStatus:
 
 @define(eq=False)
 class PendingChanges:
-    """What one reader was not sent yet, by node: whether all before counts no more, and the last change of
-    each session.
+    """The changes that one reader was not sent yet, by node: whether they replace all that was sent before,
+    and the last change of each session.
     """
 
     _nodes: dict[str, tuple[bool, dict[str, LiveSessionStatus]]] = field(factory=dict, init=False)
@@ -132,7 +142,7 @@ class PendingChanges:
             self._nodes.setdefault(changes.node, (False, {}))[1].update(found)
 
     def take(self) -> list[SessionChanges]:
-        """What one node has, as events; none where nothing waits."""
+        """Take the waiting changes of one node, as events; none if nothing waits."""
         for node in self._nodes:
             whole, sessions = self._nodes.pop(node)
             return list(pieces(node, list(sessions.values()), whole=whole))
@@ -142,8 +152,8 @@ class PendingChanges:
 @define(eq=False, kw_only=True)
 class LiveBody(AsyncIterator[bytes]):
     """One reader's body. Its tasks begin with the first piece and end with `aclose`, which Quart calls
-    however the reader leaves. A node that is not reached any more has no sessions, until it is reached again.
-    `alone`: this node's are told, as another node asks for them.
+    however the reader leaves. A node that cannot be reached any more has no sessions until it is reached
+    again. `alone`: only this node's sessions are sent, because another node asks for them.
     """
 
     watch: SessionWatch
@@ -153,7 +163,7 @@ class LiveBody(AsyncIterator[bytes]):
     _pending: PendingChanges = field(factory=PendingChanges, init=False)
     _taken: list[SessionChanges] = field(factory=list, init=False)
     _reading: dict[int, tuple[str, trio.CancelScope]] = field(factory=dict, init=False)  # by incarnation
-    _over: set[int] = field(factory=set, init=False)  # nodes that were read to the end, with follow=false
+    _over: set[int] = field(factory=set, init=False)  # nodes that were read to their end, with follow=false
     _scope: trio.CancelScope | None = field(default=None, init=False)
     _news: trio.Event = field(factory=trio.Event, init=False)
     _ended: bool = field(default=False, init=False)
@@ -185,9 +195,9 @@ class LiveBody(AsyncIterator[bytes]):
     async def _run(self, scope: trio.CancelScope) -> None:
         with scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._look_here)
+                nursery.start_soon(self._watch_own_sessions)
                 if not self.alone:
-                    await self._look_for(nursery)
+                    await self._read_other_nodes(nursery)
             self._ended = True
             self._news.set()
 
@@ -195,7 +205,7 @@ class LiveBody(AsyncIterator[bytes]):
         self._pending.put(changes)
         self._news.set()
 
-    async def _look_here(self) -> None:
+    async def _watch_own_sessions(self) -> None:
         """Look at this node's sessions, again and again."""
         seen, node = SeenSessions(), self.watch.service.node_id
         while True:
@@ -208,8 +218,8 @@ class LiveBody(AsyncIterator[bytes]):
                 return
             await trio.sleep_until(due)
 
-    async def _look_for(self, nursery: trio.Nursery) -> None:
-        """Read every other node that is there; without `follow`, until each was read to its end."""
+    async def _read_other_nodes(self, nursery: trio.Nursery) -> None:
+        """Read every other live node; without `follow`, until each was read to its end."""
         while True:
             rows = {row.incarnation: row for row in await self.others.alive()}
             for incarnation in self._reading.keys() - rows.keys():
@@ -221,19 +231,20 @@ class LiveBody(AsyncIterator[bytes]):
                 if incarnation not in self._reading:
                     scope = trio.CancelScope()
                     self._reading[incarnation] = row.facts.name, scope
-                    nursery.start_soon(_within, scope, self._read_on, row)
+                    nursery.start_soon(_within, scope, self._keep_reading, row)
             if not self.follow and self._over.issuperset(rows):
                 return
-            await trio.sleep(NODES_S)
+            await trio.sleep(NODES_INTERVAL_S)
 
-    async def _read_on(self, row: NodeRow) -> None:
-        """Read a node, again and again as its connection breaks."""
+    async def _keep_reading(self, row: NodeRow) -> None:
+        """Read a node; when its connection breaks, read it again."""
         failures = 0
         while True:
             began = trio.current_time()
             try:
                 await self._read(row)
-            except PolarnodeError:  # also an address that is none: one node's row ends no other node
+            # This also covers an address that is not valid, so that one node's row stops no other.
+            except PolarnodeError:
                 self._put(_nothing(row.facts.name))
             if not self.follow:
                 self._over.add(row.incarnation)
@@ -265,7 +276,7 @@ def _nothing(node: str) -> SessionChanges:
 class LiveSessionRoutes:
     """The handler."""
 
-    service: Service
+    service: NodeService
     others: OtherNodes
     watch: SessionWatch = field(init=False)
 
@@ -277,11 +288,11 @@ class LiveSessionRoutes:
         yield ("GET", PATH, self.stream)
 
     async def stream(self) -> Response:
-        """Of all nodes; of this one alone where another asks for them."""
+        """Stream the sessions of all nodes, or only this node's if another node asks for them."""
         await trio.lowlevel.checkpoint()
         follow = read_query(request.args, "follow").follow
         try:
-            alone = self.others.is_for_us()
-        except Astray as error:
-            return answer_for(error)
+            alone = self.others.was_passed_on()
+        except MisdirectedRequest as error:
+            return pass_failure_response(error)
         return event_response(LiveBody(watch=self.watch, others=self.others, follow=follow, alone=alone))

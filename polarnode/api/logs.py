@@ -1,7 +1,7 @@
 """The logs of a node and of its sessions, read piece by piece from the files that the node writes.
 
-Invariant: an answer is bounded, whatever a harness printed, and the next one continues where it ended. A name
-is looked up among the files that are there, so that no path comes from a request.
+Invariants: an answer is bounded, however much a harness printed, and the next answer continues where it
+ended. A name is looked up among the files that exist, so that no path comes from a request.
 """
 
 import codecs
@@ -15,23 +15,23 @@ from attrs import frozen
 from quart import Response, request
 
 from polarnode.api.query import Query, read_query
-from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.service import NodeService, NotFound, json_response
 from polarnode.core.codec.json import plain
 from polarnode.core.errors import Refused, Unreadable
 from polarnode.core.status import LogFile, LogPiece, Logs
 from polarnode.http.asgi import RouteRow
 
-PIECE_BYTES: Final = 256 << 10  # of an answer: some thousand lines, read and sent in milliseconds
-TEACHER: Final = "teacher-"  # how the folder of a teacher's engines begins, in the state folder
+MAX_PIECE_BYTES: Final = 256 << 10  # bytes of an answer: some thousand lines, read and sent in milliseconds
+TEACHER: Final = "teacher-"  # the folder of a teacher's engines in the state folder begins so
 
 
 @frozen(kw_only=True)
 class LogRoutes:
-    """The handlers. `state`: the node's state folder. `ring`: the bytes after which the log of a session that
-    runs is written over from its middle on.
+    """The handlers. `state`: the node's state folder. `ring`: the size in bytes from which on the log of a
+    running session is overwritten from its middle.
     """
 
-    service: Service
+    service: NodeService
     state: Path
     sessions_dir: Path
     ring: int
@@ -44,8 +44,8 @@ class LogRoutes:
         )
 
     async def of_session(self, session_id: str) -> Response:
-        """What a session's harness printed. Empty while it has not begun to run."""
-        query = _read_place()
+        """The output of a session's harness; empty before the harness runs."""
+        query = _read_range_query()
         found = await self.service.log.session(session_id)
         if found is None:
             raise NotFound(f"no session {session_id!r} is in the log: its task lists its sessions")
@@ -60,13 +60,13 @@ class LogRoutes:
 
     async def list(self) -> Response:
         read_query(request.args)
-        files = await trio.to_thread.run_sync(log_files, self.state)
+        files = await trio.to_thread.run_sync(list_log_files, self.state)
         logs = tuple(LogFile(name=name, size=path.stat().st_size) for name, path in files.items())
         return json_response(plain(Logs(logs=logs)))
 
     async def look(self, name: str) -> Response:
-        query = _read_place()
-        files = await trio.to_thread.run_sync(log_files, self.state)
+        query = _read_range_query()
+        files = await trio.to_thread.run_sync(list_log_files, self.state)
         read = partial(read_piece, files.get(name, Path()), query, name=name)
         piece = None if name not in files else await trio.to_thread.run_sync(read)
         if piece is None:
@@ -74,14 +74,14 @@ class LogRoutes:
         return json_response(plain(piece))
 
 
-def _read_place() -> Query:
+def _read_range_query() -> Query:
     query = read_query(request.args, "offset", "tail")
     if query.offset is not None and query.tail is not None:
         raise Refused("tail cannot go with offset: send one of them", path="?tail")
     return query
 
 
-def log_files(state: Path) -> dict[str, Path]:
+def list_log_files(state: Path) -> dict[str, Path]:
     """The logs in a state folder by their names: `node`, `images`, `engine-0`, `teacher-NAME/engine-0`."""
     found = {path.stem: path for path in sorted(state.glob("*.log"))}
     found.update(
@@ -94,16 +94,18 @@ def log_files(state: Path) -> dict[str, Path]:
 def read_piece(
     path: Path, query: Query, *, name: str, ended: bool = False, ring: int | None = None
 ) -> LogPiece | None:
-    """A piece of a file from `offset` on, or its last `tail` lines; None where there is no file. An offset
-    that is behind the file's end, as after a rotation, begins at 0. Raises Unreadable.
+    """A piece of a file from `offset` on, or its last `tail` lines; None if there is no file. An offset
+    beyond the file's end, as after a rotation, counts as 0. Raises Unreadable.
     """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             start = query.offset or 0
-            start = max(0, size - PIECE_BYTES) if query.tail is not None else start if start <= size else 0
+            start = (
+                max(0, size - MAX_PIECE_BYTES) if query.tail is not None else start if start <= size else 0
+            )
             file.seek(start)
-            data = file.read(PIECE_BYTES)
+            data = file.read(MAX_PIECE_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -111,7 +113,7 @@ def read_piece(
     if query.tail is not None:
         kept = b"".join(data.splitlines(keepends=True)[-query.tail :])
         start, data = start + len(data) - len(kept), kept
-    # a character that the piece cuts belongs to the next one, unless nothing follows
+    # A character that is cut by the end of the piece belongs to the next piece, unless nothing follows.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(data, final=ended and start + len(data) >= size)
     read = len(data) - len(decoder.getstate()[0])

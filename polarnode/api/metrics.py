@@ -1,6 +1,6 @@
 """The node's metrics in Prometheus text format: one metric family for each number.
 
-Nothing here runs on the event loop: `exposition` takes immutable values and is called in a thread. A
+Nothing here runs on the event loop: `render_metrics` takes immutable values and is called in a thread. A
 published name keeps its meaning, and every label has a small fixed set of values; sessions, tasks and models
 are not labels.
 """
@@ -26,10 +26,16 @@ from polarnode.containers.pool import RuntimesStatistics
 from polarnode.core.weights import AdaptersState, WeightsState
 from polarnode.engine.routing import EngineStatistics, HostStatistics
 from polarnode.support.concurrency import SemaphoreStatistics
-from polarnode.support.metrics import DURATIONS, WAITS, Durations, LagStatistics, NodeCounters
+from polarnode.support.metrics import (
+    DURATION_BOUNDS_S,
+    WAIT_BOUNDS_S,
+    DurationHistogram,
+    LagStatistics,
+    NodeCounters,
+)
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
-_TURN: Final = ("provider", "kind", "reason", "role", "state")
+_TURN_LABELS: Final = ("provider", "kind", "reason", "role", "state")
 
 
 @frozen(kw_only=True)
@@ -51,163 +57,169 @@ class Figures:
     runtimes: RuntimesStatistics | None = None
     weights: WeightsState | None = None
     adapters: AdaptersState | None = None
-    queued: int = 0  # places of the log that are not over
+    queued: int = 0  # places in the log that are not over
     log_position: int = 0
     log_unacknowledged_bytes: int = 0
     log_away: bool = False
 
 
-def exposition(figures: Figures) -> bytes:
+def render_metrics(figures: Figures) -> bytes:
     """The text of GET /metrics."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Once(figures))
+    registry.register(_MetricsCollector(figures))
     return generate_latest(registry)
 
 
 @frozen(eq=False)
-class _Once(Collector):
+class _MetricsCollector(Collector):
     figures: Figures
 
     def collect(self) -> Iterable[Metric]:
-        yield from _of_turns(self.figures.tally)
-        yield from _of_sessions(self.figures.tally)
-        yield from _of_engine(self.figures.engine)
+        yield from _turn_metrics(self.figures.tally)
+        yield from _session_metrics(self.figures.tally)
+        yield from _engine_metrics(self.figures.engine)
         yield from _of_node(self.figures)
-        yield from _of_callbacks(self.figures.callbacks)
+        yield from _callback_metrics(self.figures.callbacks)
         if self.figures.weights is not None:
-            yield from _of_weights(self.figures.weights)
+            yield from _weights_metrics(self.figures.weights)
         if self.figures.adapters is not None:
-            yield from _of_adapters(self.figures.adapters)
+            yield from _adapter_metrics(self.figures.adapters)
         if self.figures.runtimes is not None:
-            yield from _of_runtimes(self.figures.runtimes)
+            yield from _runtime_metrics(self.figures.runtimes)
 
 
-def _of_turns(tally: NodeCounters) -> Iterator[Metric]:
-    turns = CounterMetricFamily("polarnode_turns", "Recorded model calls.", labels=_TURN)
+def _turn_metrics(tally: NodeCounters) -> Iterator[Metric]:
+    turns = CounterMetricFamily("polarnode_turns", "Recorded model calls.", labels=_TURN_LABELS)
     for labels, count in tally.turns.items():
         turns.add_metric(labels, count)
     yield turns
-    yield _counter("polarnode_sampled_tokens", "Tokens sampled.", "role", tally.sampled_tokens)
-    yield _counter(
+    yield _labelled_counter("polarnode_sampled_tokens", "Tokens sampled.", "role", tally.sampled_tokens)
+    yield _labelled_counter(
         "polarnode_prompt_tokens",
         "Tokens of prompts: reused from the turn extended, or new.",
         "source",
         tally.prompt_tokens,
     )
-    yield _counter(
+    yield _labelled_counter(
         "polarnode_turn_notes",
         "Notes of turns: edits kept, ambiguities, rewrites and so on.",
         "word",
         tally.notes,
     )
-    yield _single(
+    yield _plain_counter(
         "polarnode_malformed_calls",
         "Tool calls that were sampled and could not be read.",
         tally.malformed_calls,
     )
-    yield _counter(
+    yield _labelled_counter(
         "polarnode_refusals", "Model calls that were refused, by the kind of fault.", "kind", tally.refusals
     )
     yield HistogramMetricFamily(
         "polarnode_sample_wait_seconds",
         "Seconds until the engine took a sample.",
-        buckets=_buckets(WAITS, tally.waits),
+        buckets=_histogram_buckets(WAIT_BOUNDS_S, tally.waits),
         sum_value=tally.waited_s,
     )
-    yield _durations("polarnode_turn_seconds", "Seconds of a model call.", tally.turn_s)
-    yield _durations(
+    yield _duration_histogram("polarnode_turn_seconds", "Seconds of a model call.", tally.turn_s)
+    yield _duration_histogram(
         "polarnode_first_token_seconds",
         "Seconds of a model call until its first token.",
         tally.first_token_s,
     )
 
 
-def _durations(name: str, text: str, found: Durations) -> Metric:
-    buckets = _buckets(DURATIONS, found.counts)
+def _duration_histogram(name: str, text: str, found: DurationHistogram) -> Metric:
+    buckets = _histogram_buckets(DURATION_BOUNDS_S, found.counts)
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.total)
 
 
-def _buckets(bounds: Sequence[float], counts: Mapping[int, int]) -> list[tuple[str, float]]:
+def _histogram_buckets(bounds: Sequence[float], counts: Mapping[int, int]) -> list[tuple[str, float]]:
     """Upper bounds, each with the number of values up to it."""
     upto = accumulate(counts.get(place, 0) for place in range(len(bounds) + 1))
     return list(zip((*map(str, bounds), "+Inf"), upto, strict=True))
 
 
-def _of_sessions(tally: NodeCounters) -> Iterator[Metric]:
-    yield _counter("polarnode_sessions", "Sessions that ended.", "status", tally.sessions)
-    yield _counter(
+def _session_metrics(tally: NodeCounters) -> Iterator[Metric]:
+    yield _labelled_counter("polarnode_sessions", "Sessions that ended.", "status", tally.sessions)
+    yield _labelled_counter(
         "polarnode_retried_sessions",
         "Sessions replaced by another attempt, by whose fault.",
         "boundary",
         tally.replaced,
     )
-    yield _durations(
+    yield _duration_histogram(
         "polarnode_session_seconds",
         "Seconds of a session, without its wait for a run slot.",
         tally.session_s,
     )
-    yield _durations(
+    yield _duration_histogram(
         "polarnode_session_ready_seconds", "Seconds a session waited for a run slot.", tally.ready_s
     )
-    yield _single("polarnode_rows", "Training rows published.", tally.traces)
-    yield _single("polarnode_trainable_tokens", "Published tokens with loss.", tally.trainable_tokens)
-    yield _counter("polarnode_left_out_turns", "Turns that no row trains.", "reason", tally.left_out_turns)
-    yield _counter(
+    yield _plain_counter("polarnode_rows", "Training rows published.", tally.traces)
+    yield _plain_counter("polarnode_trainable_tokens", "Published tokens with loss.", tally.trainable_tokens)
+    yield _labelled_counter(
+        "polarnode_left_out_turns", "Turns that no row trains.", "reason", tally.left_out_turns
+    )
+    yield _labelled_counter(
         "polarnode_left_out_tokens", "Sampled tokens that no row trains.", "reason", tally.left_out_tokens
     )
-    yield _counter("polarnode_groups", "Groups that are over.", "state", tally.groups)
-    yield _single(
+    yield _labelled_counter("polarnode_groups", "Groups that are over.", "state", tally.groups)
+    yield _plain_counter(
         "polarnode_early_stopped_sessions",
         "Sessions ended, or not begun, because their group had enough.",
         tally.stopped_early,
     )
-    yield _counter(
+    yield _labelled_counter(
         "polarnode_stale_sessions",
         "Sessions staler than their task allows, by what the task does with them.",
         "action",
         tally.stale,
     )
-    yield _single("polarnode_snapshots", "Snapshots taken of sessions.", tally.snapshots)
-    yield _single("polarnode_snapshot_bytes", "Bytes of content in snapshots taken.", tally.snapshot_bytes)
-    yield _single("polarnode_snapshot_seconds", "Seconds calls were held for snapshots.", tally.snapshot_s)
+    yield _plain_counter("polarnode_snapshots", "Snapshots taken of sessions.", tally.snapshots)
+    yield _plain_counter(
+        "polarnode_snapshot_bytes", "Bytes of content in snapshots taken.", tally.snapshot_bytes
+    )
+    yield _plain_counter(
+        "polarnode_snapshot_seconds", "Seconds calls were held for snapshots.", tally.snapshot_s
+    )
 
 
-def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
-    yield _by_host(
+def _engine_metrics(engine: EngineStatistics) -> Iterator[Metric]:
+    yield _host_gauge(
         "polarnode_engine_ready",
         "1 where the engine host answers.",
         engine,
         lambda host: float(host.state == "ready"),
     )
-    yield _by_host(
+    yield _host_gauge(
         "polarnode_engine_in_flight",
         "Calls under way on the engine host.",
         engine,
         lambda host: host.in_flight,
     )
-    yield _by_host(
+    yield _host_gauge(
         "polarnode_engine_running",
         "Requests that the engine is generating.",
         engine,
         lambda host: host.running,
     )
-    yield _by_host(
+    yield _host_gauge(
         "polarnode_engine_waiting", "Requests in the engine's queue.", engine, lambda host: host.waiting
     )
-    yield _by_host(
+    yield _host_gauge(
         "polarnode_engine_queued",
         "Calls that wait in the node for their session's turn.",
         engine,
         lambda host: host.queued,
     )
-    yield _by_host(
+    yield _host_gauge(
         "polarnode_engine_token_usage",
         "Share of the engine's KV cache in use.",
         engine,
         lambda host: host.token_usage,
     )
-    yield from _of_residency(engine)
-    yield from _of_drafts(engine)
+    yield from _residency_metrics(engine)
+    yield from _draft_metrics(engine)
     restarts = CounterMetricFamily(
         "polarnode_engine_restarts", "Times the engine host was started again.", labels=["host"]
     )
@@ -219,7 +231,7 @@ def _of_engine(engine: EngineStatistics) -> Iterator[Metric]:
     )
 
 
-def _of_drafts(engine: EngineStatistics) -> Iterator[Metric]:
+def _draft_metrics(engine: EngineStatistics) -> Iterator[Metric]:
     tokens = CounterMetricFamily(
         "polarnode_engine_draft_tokens",
         "Tokens that the engine drafted, and those of them that it accepted.",
@@ -235,7 +247,7 @@ def _of_drafts(engine: EngineStatistics) -> Iterator[Metric]:
     yield from (tokens, steps)
 
 
-def _of_residency(engine: EngineStatistics) -> Iterator[Metric]:
+def _residency_metrics(engine: EngineStatistics) -> Iterator[Metric]:
     sessions = GaugeMetricFamily(
         "polarnode_engine_sessions",
         "Sessions whose tokens are counted against the engine's cache.",
@@ -271,7 +283,7 @@ def _of_residency(engine: EngineStatistics) -> Iterator[Metric]:
     yield from (sessions, tokens, held, prompts, again)
 
 
-def _of_weights(weights: WeightsState) -> Iterator[Metric]:
+def _weights_metrics(weights: WeightsState) -> Iterator[Metric]:
     updates = CounterMetricFamily("polarnode_weight_updates", "Updates of the weights.", labels=["outcome"])
     updates.add_metric(["served"], weights.updates)
     updates.add_metric(["failed"], weights.failures)
@@ -281,7 +293,7 @@ def _of_weights(weights: WeightsState) -> Iterator[Metric]:
     )
 
 
-def _of_adapters(state: AdaptersState) -> Iterator[Metric]:
+def _adapter_metrics(state: AdaptersState) -> Iterator[Metric]:
     adapters = GaugeMetricFamily("polarnode_adapters", "Adapters, by where they are.", labels=["place"])
     found = Counter(
         "engine" if each.loaded else "disk" if each.warning is None else "lost" for each in state.adapters
@@ -289,7 +301,7 @@ def _of_adapters(state: AdaptersState) -> Iterator[Metric]:
     for place in ("engine", "disk", "lost"):
         adapters.add_metric([place], found[place])
     yield adapters
-    yield _single("polarnode_adapter_updates", "Updates of adapters.", state.updates)
+    yield _plain_counter("polarnode_adapter_updates", "Updates of adapters.", state.updates)
 
 
 def _of_node(figures: Figures) -> Iterator[Metric]:
@@ -345,14 +357,16 @@ def _of_node(figures: Figures) -> Iterator[Metric]:
     yield late
 
 
-def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
-    yield _single("polarnode_callbacks_taken", "Events that callback receivers accepted.", callbacks.taken)
-    yield _single(
+def _callback_metrics(callbacks: CallbackStatistics) -> Iterator[Metric]:
+    yield _plain_counter(
+        "polarnode_callbacks_taken", "Events that callback receivers accepted.", callbacks.taken
+    )
+    yield _plain_counter(
         "polarnode_callbacks_failed",
         "Failed attempts to send a callback; each is repeated.",
         callbacks.failed,
     )
-    yield _single(
+    yield _plain_counter(
         "polarnode_callbacks_expired",
         "Events pruned by the journal's retention before their callback was accepted.",
         callbacks.expired,
@@ -365,17 +379,17 @@ def _of_callbacks(callbacks: CallbackStatistics) -> Iterator[Metric]:
     )
 
 
-def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
-    yield _single("polarnode_runtimes_started", "Containers started.", runtimes.started)
-    yield _single(
+def _runtime_metrics(runtimes: RuntimesStatistics) -> Iterator[Metric]:
+    yield _plain_counter("polarnode_runtimes_started", "Containers started.", runtimes.started)
+    yield _plain_counter(
         "polarnode_runtimes_served_warm",
         "Containers that were ready when a session needed them.",
         runtimes.served_warm,
     )
-    yield _single(
+    yield _plain_counter(
         "polarnode_runtimes_reused", "Containers started from a prepared workspace.", runtimes.reused
     )
-    yield _single("polarnode_runtimes_failed", "Containers that did not start.", runtimes.failed)
+    yield _plain_counter("polarnode_runtimes_failed", "Containers that did not start.", runtimes.failed)
     yield GaugeMetricFamily("polarnode_runtimes_live", "Containers with sessions.", runtimes.live)
     yield GaugeMetricFamily(
         "polarnode_runtimes_frozen", "Containers whose programs are stopped now.", runtimes.frozen
@@ -386,18 +400,18 @@ def _of_runtimes(runtimes: RuntimesStatistics) -> Iterator[Metric]:
     )
 
 
-def _counter(name: str, documentation: str, label: str, counts: "Counter[str]") -> Metric:
+def _labelled_counter(name: str, documentation: str, label: str, counts: "Counter[str]") -> Metric:
     family = CounterMetricFamily(name, documentation, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family
 
 
-def _single(name: str, documentation: str, count: float) -> Metric:
+def _plain_counter(name: str, documentation: str, count: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=count)
 
 
-def _by_host(
+def _host_gauge(
     name: str, documentation: str, engine: EngineStatistics, of: Callable[[HostStatistics], float]
 ) -> Metric:
     family = GaugeMetricFamily(name, documentation, labels=["host"])

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from attrs import field, frozen
 
 from polarnode.api.proxy import DrainAnswer, DrainOrder
-from polarnode.api.query import FILTERS, Ack
+from polarnode.api.query import FILTER_PARAMETERS, Ack
 from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.schema import Schema
 from polarnode.core.conversation import Json
@@ -230,7 +230,7 @@ class Refusal:
 
 JSON: Final = "application/json"
 BYTES: Final = "application/octet-stream"
-Where = tuple[str, str]  # method and path, as in the route table
+RouteKey = tuple[str, str]  # the method and path of a route, as in the route table
 
 
 @frozen(kw_only=True)
@@ -256,24 +256,24 @@ class Operation:
     headers: tuple[str, ...] = ()
     body: Any = None
     optional_body: bool = False
-    open_body: bool = False  # fields of the body that are unknown are ignored, not refused
+    open_body: bool = False  # unknown fields of the body are ignored, not refused
     status: int = 200
     again: int | None = None
     answer: Any = None
     content: str = JSON
-    also: tuple[str, ...] = ()  # the alternative answer
+    also: tuple[str, ...] = ()  # the content types of alternative answers
     errors: tuple[int, ...] = ()
     refusal: Any = Refusal
     own: Mapping[str, Schema] = field(factory=dict)
-    own_headers: Mapping[str, Schema] = field(factory=dict)  # as `own`, of `headers`
-    open: bool = False  # needs no token
+    own_headers: Mapping[str, Schema] = field(factory=dict)  # like `own`, for `headers`
+    open: bool = False  # the route needs no token
     # OpenAPI links: the routes that take a value of the answer in their path, by the value's place in it
-    leads_to: Mapping[str, Where] = field(factory=dict)
+    leads_to: Mapping[str, RouteKey] = field(factory=dict)
 
 
 _ARRAYS: Final = ("arrays", "turns")
 
-OPERATIONS: Final[Mapping[Where, Operation]] = {
+OPERATIONS: Final[Mapping[RouteKey, Operation]] = {
     ("POST", "/v1/tasks"): Operation(
         summary="Submit a task.",
         headers=("Idempotency-Key",),
@@ -303,7 +303,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/trajectories/stream"): Operation(
         summary="Stream events as they are published, without end or until there are no more.",
-        query=("consumer", "after", "begin", "follow", "kinds", *_ARRAYS, "format", *FILTERS),
+        query=("consumer", "after", "begin", "follow", "kinds", *_ARRAYS, "format", *FILTER_PARAMETERS),
         headers=("Last-Event-ID",),
         content="text/event-stream",
     ),
@@ -354,7 +354,7 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
     ),
     ("GET", "/v1/export"): Operation(
         summary="Every published trajectory, one per line.",
-        query=(*_ARRAYS, "format", "kind", *FILTERS),
+        query=(*_ARRAYS, "format", "kind", *FILTER_PARAMETERS),
         content="application/x-ndjson",
         also=("application/vnd.apache.parquet",),
     ),
@@ -460,9 +460,9 @@ class CaptureOver:
     left_out_tokens: Mapping[str, int]
 
 
-_UPDATE: Final[Where] = ("POST", "/v1/weights/updates/<update_id>/commit")
+_UPDATE: Final[RouteKey] = ("POST", "/v1/weights/updates/<update_id>/commit")
 
-ENGINE: Final[Mapping[Where, Operation]] = {
+ENGINE_OPERATIONS: Final[Mapping[RouteKey, Operation]] = {
     ("POST", "/v1/score"): Operation(
         summary="The logprobs of given rows, by the policy or a teacher.",
         tag="score",

@@ -1,9 +1,9 @@
-"""The page at `/ui/`, and the routes that it needs and no trainer does.
+"""The page at `/ui/`, and the routes that only the page needs.
 
-The page is files of the package, served as they are. It has no rights of its own: it reads the API as any
-client, with the token that its user gives it. It shows text that agents and models wrote, so a browser is
-told to run nothing but these files, to ask nobody but this server, and to let nothing write HTML (Trusted
-Types).
+The page consists of files of the package, which are served as they are. It has no rights of its own: it reads
+the API as any client does, with the token that its user gives it. Because it shows text that agents and
+models wrote, browsers are told to run only these files, to connect only to this server, and to let no script
+write HTML (Trusted Types).
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
-    ".txt": "text/plain; charset=utf-8",  # licences
+    ".txt": "text/plain; charset=utf-8",  # the licences
 }
 POLICY: Final = "; ".join(
     (
@@ -49,21 +49,22 @@ HEADERS: Final[Mapping[str, str]] = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # asked again each time, and answered 304: a new release is seen at once
+    # A browser asks each time and gets 304, so that it sees a new release at once.
+    "Cache-Control": "no-cache",
 }
 
 
 @frozen(kw_only=True)
 class PageFile:
-    """One file of the page, in memory: 0.2 MB together."""
+    """One file of the page, in memory; all of them take 0.2 MB."""
 
     body: bytes
     content_type: str
     tag: str
 
 
-def page_files(folder: Path = FILES) -> dict[str, PageFile]:
-    """The files of the page by their path below `/ui/`; those of a type that a browser needs."""
+def read_page_files(folder: Path = FILES) -> dict[str, PageFile]:
+    """The files of the page by their path below `/ui/`. Only files of types that a browser needs are read."""
     return {
         path.relative_to(folder).as_posix(): PageFile(
             body=body, content_type=TYPES[path.suffix], tag=sha256(body).hexdigest()[:32]
@@ -78,7 +79,7 @@ def page_files(folder: Path = FILES) -> dict[str, PageFile]:
 class PageFiles:
     """The handlers of the page's files."""
 
-    files: Mapping[str, PageFile] = field(factory=page_files)
+    files: Mapping[str, PageFile] = field(factory=read_page_files)
 
     def rows(self) -> Iterator[RouteRow]:
         yield ("GET", PAGE, self.index)
@@ -88,7 +89,8 @@ class PageFiles:
         return await self.file("index.html")
 
     async def file(self, name: str) -> Response:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This function is async although it waits for nothing, because Quart would run a plain function in a
+        # thread.
         await trio.lowlevel.checkpoint()
         read_query(request.args)
         found = self.files.get(name)

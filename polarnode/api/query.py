@@ -1,5 +1,5 @@
-"""The query parameters of a URL, read as strictly as a body, and what a reader acknowledges: unknown ones are
-refused, and each refusal names its parameter (`?after`).
+"""The query parameters of a URL, and the body of acknowledgements. Parameters are read as strictly as a body:
+unknown ones are refused, and each refusal names its parameter (`?after`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Status
 from polarnode.groups.group import GroupState
-from polarnode.journal.values import USUAL_KINDS, EventKind, Filters, check_consumer
+from polarnode.journal.values import DEFAULT_KINDS, EventFilters, EventKind, check_consumer
 from polarnode.trainers import FORMATS
 
 Kind = Literal["trajectories", "sft", "rewards"]
-Begin = Literal["oldest", "newest"]
+BeginAt = Literal["oldest", "newest"]
 PARQUET: Final = "parquet"
 
 
@@ -28,7 +28,7 @@ class Query:
 
     consumer: str | None = None
     after: Cursor | None = None
-    begin: Begin = "oldest"  # where nothing else says where to begin
+    begin: BeginAt = "oldest"  # where a reader without a position begins
     follow: bool = True
     task_id: str | None = None
     group_id: str | None = None
@@ -40,17 +40,17 @@ class Query:
     kind: Kind = "trajectories"
     limit: int = 100
     before: str | None = None
-    kinds: tuple[EventKind, ...] = USUAL_KINDS
+    kinds: tuple[EventKind, ...] = DEFAULT_KINDS
     pieces: bool = False
     until: float | None = None
     since: float | None = None
     state: GroupState | None = None
-    model: str | None = None  # where nodes of the log serve several: which are meant
-    offset: int | None = None  # of a log, in bytes
-    tail: int | None = None  # of a log, in lines
+    model: str | None = None  # the model that is meant, if nodes of the log serve several
+    offset: int | None = None  # for logs: the byte at which to begin
+    tail: int | None = None  # for logs: only so many of the last lines
 
-    def filters(self) -> Filters:
-        return Filters(
+    def filters(self) -> EventFilters:
+        return EventFilters(
             task_id=self.task_id,
             group_id=self.group_id,
             outcome=self.outcome,
@@ -59,9 +59,9 @@ class Query:
         )
 
 
-FILTERS = ("task_id", "group_id", "outcome", "min_reward")
-MOST_TASKS = 1000  # a page of records with their sessions: some megabytes
-MOST_LINES = 10_000  # of a log's end: more than anyone reads at once
+FILTER_PARAMETERS = ("task_id", "group_id", "outcome", "min_reward")
+MOST_TASKS = 1000  # records on a page, with their sessions: some megabytes
+MAX_LINES = 10_000  # lines of a log's end: more than anyone reads at once
 
 
 def read_query(parameters: Mapping[str, str], *allowed: str) -> Query:
@@ -83,13 +83,13 @@ class Ack:
 
     @property
     def cursor(self) -> Cursor:
-        """What is acknowledged. Raises Refused."""
+        """The cursor that is acknowledged. Raises Refused."""
         if (self.id is None) == (self.seq is None):
             raise Refused("id is missing: send the stream's `id:` line, or seq, one of them", path="$.id")
         if self.id is not None:
             return Cursor.read(self.id, "$.id")
         seq = self.seq or 0
-        if not 0 <= seq < 1 << 63:  # SQLite and PostgreSQL have 64 bits for it
+        if not 0 <= seq < 1 << 63:  # SQLite and PostgreSQL store it in 64 bits
             raise Refused(
                 "seq must be the number of an event, as the stream's `id:` line has it", path="$.seq"
             )
@@ -104,7 +104,7 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-def _consumer(name: str, text: str) -> str:
+def _read_consumer(name: str, text: str) -> str:
     return check_consumer(text)
 
 
@@ -114,12 +114,12 @@ def _count(name: str, text: str) -> int:
     return int(text)
 
 
-def _cursor(name: str, text: str) -> Cursor:
+def _read_cursor(name: str, text: str) -> Cursor:
     return Cursor.read(text, f"?{name}")
 
 
 def _limit(name: str, text: str) -> int:
-    count, most = _count(name, text), MOST_TASKS if name == "limit" else MOST_LINES
+    count, most = _count(name, text), MOST_TASKS if name == "limit" else MAX_LINES
     if not 1 <= count <= most:
         raise _refused(name, f"must be 1 to {most}, not {count}")
     return count
@@ -141,19 +141,19 @@ def _flag(name: str, text: str) -> bool:
     return text == "true"
 
 
-_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
+_PARAMETER_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "outcome": get_args(Status),
     "arrays": get_args(Arrays),
     "turns": get_args(Turns),
     "format": (*FORMATS, PARQUET),
     "kind": get_args(Kind),
-    "begin": get_args(Begin),
+    "begin": get_args(BeginAt),
     "state": get_args(GroupState),
 }
 
 
 def _one_of(name: str, text: str) -> str:
-    options = _OPTIONS[name]
+    options = _PARAMETER_OPTIONS[name]
     if text not in options:
         raise _refused(name, f"must be one of {', '.join(options)}, not {text!r}")
     return text
@@ -167,8 +167,8 @@ def _kinds(name: str, text: str) -> tuple[str, ...]:
 
 
 READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "consumer": _consumer,
-    "after": _cursor,
+    "consumer": _read_consumer,
+    "after": _read_cursor,
     "begin": _one_of,
     "follow": _flag,
     "task_id": _text,

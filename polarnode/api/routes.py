@@ -15,17 +15,17 @@ from attrs import evolve, frozen
 from quart import Response, request
 
 from polarnode.api.exports import check_format, cursor_text, event_stream, export, file_pieces, format_json
-from polarnode.api.metrics import CONTENT_TYPE, exposition
+from polarnode.api.metrics import CONTENT_TYPE, render_metrics
 from polarnode.api.page import PageRoutes
-from polarnode.api.query import FILTERS, Ack, Query, last_event_id, read_query
-from polarnode.api.service import NotFound, Service, json_response, readiness, turns_of
+from polarnode.api.query import FILTER_PARAMETERS, Ack, Query, last_event_id, read_query
+from polarnode.api.service import NodeService, NotFound, json_response, readiness_response, turns_of
 from polarnode.containers.files import artifacts_path
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_evaluation, read_task, task_json
 from polarnode.core.codec.trajectories import (
-    ended_json,
-    read_score,
-    score_json,
+    read_score_request,
+    score_answer_json,
+    session_end_json,
     trajectory_json,
     turns_json,
 )
@@ -37,8 +37,8 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.core.weights import AdapterReport, WeightsReport
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.scoring import Scoring
-from polarnode.engine.update import Make
+from polarnode.engine.scoring import ScoringEngines
+from polarnode.engine.update import MessageMaker
 from polarnode.engine.weight_values import (
     AdapterOrder,
     BroadcastBucket,
@@ -51,27 +51,27 @@ from polarnode.engine.weight_values import (
 )
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json, body_json_or, event_response
-from polarnode.journal.damage import encoded
-from polarnode.journal.log.port import LogAway, NodeRow
-from polarnode.journal.log.rules import with_standing
+from polarnode.journal.damage import encode_trajectory
+from polarnode.journal.log.port import LogUnavailable, NodeRow
+from polarnode.journal.log.rules import with_log_status
 from polarnode.journal.values import TaskRecord, check_consumer
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.snapshots import list_snapshots
 from polarnode.tokens.pieces import pieces_of
 
-FORKS = 1000  # of one session in an answer: about 500 kB
+FORKS = 1000  # forks of one session in an answer: about 500 kB
 
 
 # ── routes ────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Routes:
-    """The handlers."""
+class ControlRoutes:
+    """The handlers of the control plane\'s own routes."""
 
-    service: Service
-    sessions_dir: Path | None = None  # where the node keeps artifacts
+    service: NodeService
+    sessions_dir: Path | None = None  # the folder in which the node keeps artifacts
 
     def rows(self) -> Iterator[RouteRow]:
         """The rows that every node's table has."""
@@ -133,17 +133,28 @@ class Routes:
     # ── trajectories ──────────────────────────────────────────────────────────
 
     async def stream(self) -> Response:
-        options = ("consumer", "after", "begin", "follow", "kinds", "arrays", "turns", "format", *FILTERS)
+        options = (
+            "consumer",
+            "after",
+            "begin",
+            "follow",
+            "kinds",
+            "arrays",
+            "turns",
+            "format",
+            *FILTER_PARAMETERS,
+        )
         query = check_format(read_query(request.args, *options))
         if query.after is not None and query.begin == "newest":
             raise Refused("begin cannot go with after: send one of them", path="?begin")
-        # before `after`: a browser repeats the first URL and adds the header
+        # The header comes before `after`, because a browser that reconnects repeats its first URL and adds
+        # the header.
         start = last_event_id(request.headers.get("Last-Event-ID"))
         start = query.after if start is None else start
         log = self.service.log
-        place = await log.end() if query.begin == "newest" else Cursor()
+        place = await log.last_cursor() if query.begin == "newest" else Cursor()
         if query.consumer is not None:
-            place = await log.meet(query.consumer, place, now=time.time())
+            place = await log.ensure_consumer(query.consumer, place, now=time.time())
         resumes = start is None and query.consumer is not None
         start = place if start is None else start
         return event_response(event_stream(log, query, start, resumes=resumes))
@@ -167,7 +178,7 @@ class Routes:
         read_query(request.args)
         if any(each.connected for each in await self.service.log.consumers() if each.consumer == consumer):
             raise Conflict(f"a stream of consumer {consumer!r} is open: end it first")
-        if not await self.service.log.forget(consumer):
+        if not await self.service.log.forget_consumer(consumer):
             raise NotFound(f"there is no consumer {consumer!r}: look at GET /v1/consumers")
         return json_response({"consumer": consumer, "forgotten": True})
 
@@ -180,7 +191,7 @@ class Routes:
                 f"session {session.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{session.session_id}"
             )
-        body = await self.service.journal.read(partial(self._trajectory_body, found, query))
+        body = await self.service.journal.run_in_thread(partial(self._trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     def _trajectory_body(self, trajectory: Trajectory, query: Query) -> bytes:
@@ -189,7 +200,7 @@ class Routes:
         write = partial(trajectory_json, arrays=query.arrays, turns=query.turns)
         rows = [trace.token_ids for trace in trajectory.traces]
         pieces = {"pieces": plain(pieces_of(rows, self.service.token_bytes))} if query.pieces else {}
-        return encoded(lambda whole: dump_json(write(whole) | pieces), trajectory)
+        return encode_trajectory(lambda whole: dump_json(write(whole) | pieces), trajectory)
 
     async def session(self, session_id: str) -> Response:
         """Everything of a session that is on disk, whether it is over or not: its turns in full, and its
@@ -206,8 +217,8 @@ class Routes:
             whole = None if found is None else {**trajectory_json(found, arrays=query.arrays), "turns": []}
             return dump_json({"session": session_record_json(record), "turns": rows, "trajectory": whole})
 
-        make = partial(body, None) if found is None else partial(encoded, body, found)
-        return Response(await self.service.journal.read(make), content_type="application/json")
+        make = partial(body, None) if found is None else partial(encode_trajectory, body, found)
+        return Response(await self.service.journal.run_in_thread(make), content_type="application/json")
 
     async def artifacts(self, session_id: str) -> Response:
         """The tar of the artifacts that its task names."""
@@ -244,9 +255,9 @@ class Routes:
         return found
 
     async def export(self) -> Response:
-        query = read_query(request.args, "arrays", "turns", "format", "kind", *FILTERS)
+        query = read_query(request.args, "arrays", "turns", "format", "kind", *FILTER_PARAMETERS)
         log = self.service.log
-        return export(log, self.service.journal.read, query, await log.end())
+        return export(log, self.service.journal.run_in_thread, query, await log.last_cursor())
 
     # ── the node ──────────────────────────────────────────────────────────────
 
@@ -256,9 +267,9 @@ class Routes:
         """The node, and the log as it stood seconds ago: an answer does not wait for it."""
         read_query(request.args)
         await trio.lowlevel.checkpoint()
-        log, standing = self.service.log, self.service.log.standing
-        journal = with_standing(self.service.journal.statistics(), standing, now=time.time())
-        away = await log.reachable()
+        log, standing = self.service.log, self.service.log.log_status
+        journal = with_log_status(self.service.journal.statistics(), standing, now=time.time())
+        away = await log.unavailable_reason()
         kind = "postgresql" if log.shared else "sqlite"
         return json_response(
             {
@@ -272,7 +283,7 @@ class Routes:
 
     async def _nodes(self, away: str | None) -> Json:
         """The nodes of a shared log; null while it is away."""
-        with suppress(LogAway):
+        with suppress(LogUnavailable):
             return None if away is not None else [_node_json(each) for each in await self.service.log.nodes()]
         return None
 
@@ -280,27 +291,27 @@ class Routes:
         """The metrics in Prometheus text format, rendered in a thread."""
         read_query(request.args)
         began, log = trio.current_time(), self.service.log
-        away = await log.reachable() is not None
+        away = await log.unavailable_reason() is not None
         figures = evolve(
             self.service.figures(),
             pass_s=trio.current_time() - began,
             queued=log.open_places,
-            log_position=log.standing.position,
-            log_unacknowledged_bytes=log.standing.unacknowledged_bytes,
+            log_position=log.log_status.position,
+            log_unacknowledged_bytes=log.log_status.unacknowledged_bytes,
             log_away=away,
         )
-        return Response(await trio.to_thread.run_sync(exposition, figures), content_type=CONTENT_TYPE)
+        return Response(await trio.to_thread.run_sync(render_metrics, figures), content_type=CONTENT_TYPE)
 
     async def healthz(self) -> Response:
         await trio.lowlevel.checkpoint()
         return json_response({"ok": True})
 
     async def readyz(self) -> Response:
-        away = await self.service.log.reachable()
+        away = await self.service.log.unavailable_reason()
         why = self.service.unready()
         if why is None and away is not None:
             why = f"the log is away ({away}): sessions go on, and tasks are refused until it answers"
-        return readiness(why)
+        return readiness_response(why)
 
 
 def _size(path: Path) -> int | None:
@@ -311,7 +322,7 @@ def _size(path: Path) -> int | None:
 
 
 def _node_json(node: NodeRow) -> Json:
-    """A node of the log, for whoever looks at the fleet. A URL may have a password, which is left out."""
+    """A node of the log as JSON, for the status of the fleet. A password in a URL is left out."""
     found = urlsplit(node.facts.url)
     host = found.netloc.rpartition("@")[2]
     return {
@@ -356,7 +367,7 @@ def session_record_json(session: SessionRecord) -> dict[str, Json]:
 
 @frozen(kw_only=True)
 class CaptureRoutes:
-    """The handlers."""
+    """The handlers of captures."""
 
     captures: Captures
 
@@ -409,7 +420,7 @@ class CaptureRoutes:
                 f"no capture {session_id!r} is in this node's journal: those that are open are at GET"
                 " /v1/capture"
             )
-        return json_response(ended_json(found))
+        return json_response(session_end_json(found))
 
 
 # ── evaluations ────────────────────────────────────────────────────────────────
@@ -450,17 +461,17 @@ class EvaluationRoutes:
 class ScoreRoutes:
     """The handler of given rows, whose tokens get their logprobs."""
 
-    scoring: Scoring
+    scoring: ScoringEngines
 
     def rows(self) -> Iterator[RouteRow]:
         yield ("POST", "/v1/score", self.score)
 
     async def score(self) -> Response:
         """Score rows. Nothing of it is kept: a client that leaves ends it."""
-        query = read_query(request.args, "arrays", "model")  # a node that shares a log has passed it on
-        asked = read_score(await body_json())
+        query = read_query(request.args, "arrays", "model")  # `model` was used already if nodes share the log
+        asked = read_score_request(await body_json())
         found = ScoreAnswer(engine=asked.engine, arrays=query.arrays, rows=await self.scoring.answer(asked))
-        make = partial(score_json, found, query.arrays)
+        make = partial(score_answer_json, found, query.arrays)
         return Response(await trio.to_thread.run_sync(make), content_type="application/json")
 
 
@@ -499,8 +510,8 @@ class WeightsRoutes:
     async def update(self) -> Response:
         """Answer 201 when the weights are now served, 200 when they were served already."""
         order = await _body(UpdateOrder)
-        self._insist_joined(order)
-        return _reported(await self.weights.update(order))
+        self._require_joined(order)
+        return _report_response(await self.weights.update(order))
 
     async def show(self) -> Response:
         read_query(request.args, "model")
@@ -509,30 +520,30 @@ class WeightsRoutes:
 
     async def begin(self) -> Response:
         order = await _body(UpdateOrder)
-        self._insist_joined(order)
+        self._require_joined(order)
         return json_response(plain(await self.weights.open(order)), 201)
 
     async def add(self, update_id: str) -> Response:
-        return json_response(plain(await self.weights.add(update_id, await self._bucket(update_id))))
+        return json_response(plain(await self.weights.add(update_id, await self._read_bucket(update_id))))
 
     async def commit(self, update_id: str) -> Response:
         read_query(request.args, "model")
-        return _reported(await self.weights.commit(update_id))
+        return _report_response(await self.weights.commit(update_id))
 
     async def give_up(self, update_id: str) -> Response:
         read_query(request.args, "model")
         await self.weights.give_up(update_id)
         return json_response(plain(self.weights.status()))
 
-    async def _bucket(self, update_id: str) -> Make:
+    async def _read_bucket(self, update_id: str) -> MessageMaker:
         """Read one bucket; the source of the update decides the body's shape."""
         if self.weights.opened(update_id).order.source.kind == "distributed":
             return self.control.received(update_id, await _body(BroadcastBucket))
         return self.control.mapped(await _body(TensorBucket))
 
-    def _insist_joined(self, order: UpdateOrder) -> None:
+    def _require_joined(self, order: UpdateOrder) -> None:
         if order.source.kind == "distributed":
-            self.control.insist_joined(order.source.group)
+            self.control.require_joined(order.source.group)
 
     # ── groups ────────────────────────────────────────────────────────────────
 
@@ -581,12 +592,14 @@ class AdapterRoutes:
 
     async def update(self) -> Response:
         """Answer 201 when the adapter is now served, 200 when it was served already."""
-        return _reported(await self.store.update(await _body(AdapterOrder)))
+        return _report_response(await self.store.update(await _body(AdapterOrder)))
 
     async def receive(self, name: str, version: str) -> Response:
         """The same for a safetensors file as the body, which goes to the disk as it comes."""
         read_query(request.args, "model")
-        return _reported(await self.store.receive(name, version, request.body, request.content_length or 0))
+        return _report_response(
+            await self.store.receive(name, version, request.body, request.content_length or 0)
+        )
 
     async def show(self) -> Response:
         read_query(request.args, "model")
@@ -601,7 +614,7 @@ class AdapterRoutes:
         return json_response(plain(state))
 
 
-def _reported(report: WeightsReport | AdapterReport) -> Response:
+def _report_response(report: WeightsReport | AdapterReport) -> Response:
     return json_response(plain(report), 201 if report.created else 200)
 
 

@@ -1,8 +1,8 @@
-"""The port `Service`, which the control plane and the integrations call, and the mapping of errors to
+"""The port `NodeService`, which the control plane and the integrations call, and the mapping of errors to
 responses.
 
-Every refusal has one shape: `{"error": {"type", "message", "path"?}}`; the message is one sentence with a
-remedy. The control plane never answers HTML or a bare status. A bug of the node is reported only as a bug;
+All refusals have the same shape: `{"error": {"type", "message", "path"?}}`; the message is one sentence with
+a remedy. The control plane never answers HTML or a bare status. A bug of the node is reported only as a bug;
 the log has the details.
 """
 
@@ -34,7 +34,7 @@ from polarnode.core.status import (
 )
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
-from polarnode.journal.log.port import Log, LogAway
+from polarnode.journal.log.port import Log, LogUnavailable
 
 if TYPE_CHECKING:
     from polarnode.api.metrics import Figures
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 # ── the port ────────────────────────────────────────────────────────────
 
-__all__ = ["Busy", "Conflict", "DiskFull", "Service", "Submitted"]
+__all__ = ["Busy", "Conflict", "DiskFull", "NodeService", "Submitted"]
 
 
 class CapturesService(Protocol):
-    """Sessions whose harness their caller runs."""
+    """Captures: sessions whose harness is run by the caller."""
 
     async def begin(self, spec: CaptureSpec) -> OpenedCapture: ...
 
@@ -56,7 +56,7 @@ class CapturesService(Protocol):
     def list(self) -> tuple[CaptureStatus, ...]: ...
 
 
-class Generation(Protocol):
+class GenerationControl(Protocol):
     """Pauses and resumes generation."""
 
     async def pause(self, order: "PauseOrder") -> object: ...
@@ -64,7 +64,7 @@ class Generation(Protocol):
     async def resume(self) -> object: ...
 
 
-class Service(Protocol):
+class NodeService(Protocol):
     """A node as its trainers see it, or a stand-in that runs tasks in its place."""
 
     @property
@@ -88,7 +88,7 @@ class Service(Protocol):
         """The log of tasks, events and consumers' positions, which other nodes may share."""
 
     @property
-    def generation(self) -> Generation: ...
+    def generation(self) -> GenerationControl: ...
 
     @property
     def captures(self) -> CapturesService: ...
@@ -121,9 +121,9 @@ class Service(Protocol):
         """Why it is not ready, in one sentence; None when it is."""
 
 
-async def turns_of(service: Service, session: SessionRecord) -> tuple[Turn, ...]:
-    """The turns of a session. The log has all of one that is over; those so far are in the journal of the
-    node that runs it, which another node asks (`proxy`).
+async def turns_of(service: NodeService, session: SessionRecord) -> tuple[Turn, ...]:
+    """The turns of a session. If the session is over, the log has all of them. Before that they are in the
+    journal of the node that runs the session, which other nodes ask (`proxy`).
     """
     if session.outcome is not None:
         return await service.log.turns(session.session_id)
@@ -150,13 +150,13 @@ SENTENCES: dict[int, tuple[str, str | None]] = {
 
 
 class NotFound(PolarnodeError):
-    """A task, session or trajectory that is not there. 404."""
+    """There is no such task, session or trajectory. 404."""
 
     boundary = "client"
 
 
 class Unauthorized(PolarnodeError):
-    """No token, or another. 401."""
+    """The request has no token, or a wrong one. 401."""
 
     boundary = "client"
 
@@ -165,8 +165,8 @@ def json_response(value: Json, status: int = 200, headers: dict[str, str] | None
     return Response(dump_json(value), status, headers, content_type="application/json")
 
 
-def readiness(reason: str | None) -> Response:
-    """The answer of a probe: 503 with the reason where it is not ready."""
+def readiness_response(reason: str | None) -> Response:
+    """The answer to a probe: 503 with the reason if the node is not ready."""
     if reason is None:
         return json_response({"ready": True})
     return json_response({"ready": False, "reason": reason}, 503)
@@ -177,7 +177,7 @@ def error_json(kind: str, message: str, path: str | None = None) -> dict[str, Js
     return {"error": {"type": kind, "message": message, **where}}
 
 
-def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
+def error_answer(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
     """The type name, status and extra headers with which an error is answered."""
     match error:
         case Refused():
@@ -188,7 +188,7 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
             return "not_found", 404, {}
         case Conflict():
             return "conflict", 409, {}
-        case LogAway():
+        case LogUnavailable():
             return "log_away", 503, {"Retry-After": str(ceil(error.retry_after))}
         case Busy():
             return "busy", 429, {"Retry-After": str(ceil(error.retry_after))}
@@ -202,12 +202,13 @@ def answer_of(error: PolarnodeError) -> tuple[str, int, dict[str, str]]:
 
 
 async def answer_error(error: Exception) -> Response:
-    """Quart's error handler: for errors of the node's own and for those that Quart raises."""
-    # async though it waits for nothing: Quart would run a plain function in a thread
+    """The app's error handler, for the node's own errors and for those that Quart raises."""
+    # This function is async although it waits for nothing, because Quart would run a plain function in a
+    # thread.
     await trio.lowlevel.checkpoint()
     match error:
         case PolarnodeError():
-            kind, status, headers = answer_of(error)
+            kind, status, headers = error_answer(error)
             return json_response(
                 error_json(kind, str(error), error.path if isinstance(error, Refused) else None),
                 status,

@@ -1,6 +1,7 @@
-"""What a node did in the last hours, kept in memory, so that a page has curves when it is first opened.
+"""Figures of a node over the last hours, kept in memory, so that the page can draw curves as soon as it is
+opened.
 
-Prometheus stays the long memory: nothing here outlives the process.
+Nothing here outlives the process; Prometheus keeps figures for longer.
 """
 
 from collections import deque
@@ -18,15 +19,15 @@ from polarnode.core.codec.json import plain
 from polarnode.core.status import TimeSeries
 from polarnode.http.asgi import RouteRow
 
-EVERY_S: Final = 10.0  # a curve of minutes is smooth, and a sample costs some 0.1 ms
-KEPT: Final = 2160  # samples: six hours, some 0.5 MB
+EVERY_S: Final = 10.0  # a curve over minutes is smooth, and a sample costs some 0.1 ms
+KEPT: Final = 2160  # samples, which are six hours and some 0.5 MB
 
 Values = dict[str, float | None]
 
 
 @frozen
-class _Totals:
-    """What only grows, at one sample: rates are their differences."""
+class _SampleTotals:
+    """The values that only grow, at one sample; rates are differences of them."""
 
     at: float
     tokens: int
@@ -36,9 +37,9 @@ class _Totals:
     reread: int
 
 
-def _totals(figures: Figures, at: float) -> _Totals:
+def _read_totals(figures: Figures, at: float) -> _SampleTotals:
     residencies = [host.residency for host in figures.engine.hosts if host.residency is not None]
-    return _Totals(
+    return _SampleTotals(
         at=at,
         tokens=figures.tally.sampled_tokens.total(),
         turns=figures.tally.turns.total(),
@@ -48,9 +49,10 @@ def _totals(figures: Figures, at: float) -> _Totals:
     )
 
 
-def sample(figures: Figures, now: _Totals, before: _Totals) -> Values:
-    """The values of one moment. Rates are per second since the sample before, None at the first one, which
-    has itself before it; `reread_share` is None where no prompt was read, or no cache is counted.
+def sample(figures: Figures, now: _SampleTotals, before: _SampleTotals) -> Values:
+    """The values of one moment. Rates are per second since the sample before; at the first sample, which is
+    its own predecessor, they are None. `reread_share` is None if no prompt was read, or if no cache is
+    counted.
     """
     run, hosts = figures.stages.get("run"), figures.engine.hosts
     seconds, read = now.at - before.at, now.prompt - before.prompt
@@ -81,7 +83,7 @@ class History:
     figures: Callable[[], Figures]
     now: Callable[[], float]
     _samples: "deque[tuple[float, Values]]" = field(factory=lambda: deque(maxlen=KEPT), init=False)
-    _before: _Totals | None = field(default=None, init=False)
+    _before: _SampleTotals | None = field(default=None, init=False)
 
     async def run(self, ready: trio.Event) -> None:
         """Sample until cancelled."""
@@ -93,7 +95,7 @@ class History:
     def look(self) -> None:
         """Take one sample."""
         figures = self.figures()
-        totals = _totals(figures, self.now())
+        totals = _read_totals(figures, self.now())
         self._samples.append((totals.at, sample(figures, totals, self._before or totals)))
         self._before = totals
 
@@ -101,7 +103,8 @@ class History:
         yield ("GET", "/v1/timeseries", self.answer)
 
     async def answer(self) -> Response:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This function is async although it waits for nothing, because Quart would run a plain function in a
+        # thread.
         await trio.lowlevel.checkpoint()
         since = read_query(request.args, "since").since
         kept = [each for each in self._samples if since is None or each[0] > since]

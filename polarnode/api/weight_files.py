@@ -1,4 +1,4 @@
-"""What a node gives to the other nodes of its log: the files of the versions that it holds."""
+"""The route by which a node gives the files of the versions that it holds to the other nodes of its log."""
 
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -22,7 +22,7 @@ RANGE: Final = re.compile(r"bytes=(\d{1,15})-")
 
 
 @frozen
-class WeightFiles:
+class WeightFileRoutes:
     """The handlers."""
 
     weights: Weights

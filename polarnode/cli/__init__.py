@@ -1,7 +1,7 @@
 """The command line: `polarnode --gpus 0-7` serves a node; `polarnode --help` lists the commands.
 
-Beside a trainer, without `polarnode[node]`, the commands that only ask a node work if that environment has
-click and rich, as most have. Every other way ends in one sentence.
+In a trainer's environment without `polarnode[node]`, the commands that only ask a node work if click and rich
+are installed, as they are in most environments. Otherwise a command ends with one sentence.
 """
 
 from typing import NoReturn

@@ -1,8 +1,8 @@
 """`polarnode doctor`: check whether a node can start on this machine, and describe the model it would serve.
 
 It starts no engine and no container, and asks each configured judge one short question. Invariant: a finding
-is not ok only if a node would not start with these settings; what only costs speed is ok, with a remedy. Each
-new tool-call syntax needs a description in `_SYNTAXES`.
+is not ok only if a node would not start with these settings; a finding that only costs speed is ok, with a
+remedy. Each new tool-call syntax needs a description in `_SYNTAX_DESCRIPTIONS`.
 """
 
 import os
@@ -19,18 +19,18 @@ from rich.text import Text
 
 from polarnode.cli.doctor_cache import cache
 from polarnode.cli.doctor_log import log_findings
-from polarnode.cli.options import names_written
+from polarnode.cli.options import setting_names
 from polarnode.cli.output import harmless, open_console
-from polarnode.containers.container import LEAST_FILES, MOST_TERMINALS
+from polarnode.containers.container import MAX_TERMINALS, MIN_OPEN_FILES
 from polarnode.containers.inside import USER_LIMITS
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.core import codec
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import ConfigError, EvaluatorError, ModelError, PolarnodeError, Refused
 from polarnode.core.ports import Question
 from polarnode.core.task import RuntimeSpec
-from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
+from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, UnfitServer, Wanted, connect
 from polarnode.engine.settings import check
 from polarnode.evaluators.judging import JudgeConfig, json_of
 from polarnode.journal.values import TASK_DISK_FREE_BYTES
@@ -44,7 +44,7 @@ from polarnode.tokens.template import LoadedModel, load_model
 
 # ── model ─────────────────────────────────────────────────────────────────────
 
-_SYNTAXES: Final[Mapping[CallSyntax, str]] = {
+_SYNTAX_DESCRIPTIONS: Final[Mapping[CallSyntax, str]] = {
     "none": "none: the model cannot call tools",
     "json": 'JSON, {"name": …, "arguments": {…}}',
     "bare_json": 'the whole answer is JSON, {"name": …, "parameters": {…}}',
@@ -57,9 +57,12 @@ _SYNTAXES: Final[Mapping[CallSyntax, str]] = {
     "braces": "call:name{key:value}",
     "harmony": "a message to functions.name with JSON arguments",
 }
-_THINKING: Final = {True: "with thinking on", False: "with thinking off"}
-_NEW: Final = {"user": Message(role="user", text="x"), "tool": Message(role="tool", text="x", call_id="c")}
-_REFUSED: Final[Mapping[str, str]] = {
+_THINKING_WORDS: Final = {True: "with thinking on", False: "with thinking off"}
+_NEW_MESSAGES: Final = {
+    "user": Message(role="user", text="x"),
+    "tool": Message(role="tool", text="x", call_id="c"),
+}
+_REFUSED_WORDS: Final[Mapping[str, str]] = {
     "tools": "tools",
     "calls": "tool calls",
     "tool": "tool results",
@@ -93,10 +96,10 @@ def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
     yield "calls", _calls(family, names)
     yield "thinking", _thinking(model, names)
     if family.harmony is not None or family.think_open is not None:
-        yield "earlier thinking", _earlier(model)
+        yield "earlier thinking", _earlier_thinking_text(model)
     limits = model.template.limits
     refused = [
-        _REFUSED.get(kind, kind)
+        _REFUSED_WORDS.get(kind, kind)
         for kind in dict.fromkeys((*limits.sentences, *family.refuses))
         if kind not in limits.otherwise
     ]
@@ -106,7 +109,7 @@ def rows(model: LoadedModel) -> Iterator[tuple[str, str]]:
 def _calls(family: Family, names: Mapping[int, str]) -> str:
     marks = [names[token] for token in (family.section_open, family.call_open) if token is not None]
     between = f", after {' '.join(marks)}" if marks and family.call_syntax != "none" else ""
-    return _SYNTAXES[family.call_syntax] + between
+    return _SYNTAX_DESCRIPTIONS[family.call_syntax] + between
 
 
 def _thinking(model: LoadedModel, names: Mapping[int, str]) -> str:
@@ -119,7 +122,7 @@ def _thinking(model: LoadedModel, names: Mapping[int, str]) -> str:
     parts = ["the prompt opens it" if opened[None] else "the model opens it"]
     parts += [
         f"{words} {'the prompt opens it' if opened[thinking] else 'it does not'}"
-        for thinking, words in _THINKING.items()
+        for thinking, words in _THINKING_WORDS.items()
         if opened[thinking] != opened[None]
     ]
     return f"{names[family.think_open]} to {names[family.think_close]}; {', '.join(parts)}"
@@ -131,9 +134,9 @@ def _opened(model: LoadedModel, thinking: bool | None) -> bool:
     )
 
 
-def _earlier(model: LoadedModel) -> str:
+def _earlier_thinking_text(model: LoadedModel) -> str:
     """What the template does with the thinking of earlier turns before a user or tool message."""
-    after = [role for role, new in _NEW.items() if model.template.drops_thinking_before((new,))]
+    after = [role for role, new in _NEW_MESSAGES.items() if model.template.drops_thinking_before((new,))]
     dropped = (
         f"dropped by the template before {' and '.join(f'{role} messages' for role in after)}"
         if after
@@ -144,8 +147,9 @@ def _earlier(model: LoadedModel) -> str:
 
 # ── machine ───────────────────────────────────────────────────────────────────
 
-# seconds for a judge's answer to the probe; a server that is still loading its model takes longer
-JUDGE_S = 30.0
+# The seconds that a judge has for its answer to the probe. A server that is still loading its model takes
+# longer.
+JUDGE_TIMEOUT_S = 30.0
 PROBE = Question(
     messages=({"role": "user", "content": 'Answer with the JSON object {"ready": true} and nothing else.'},),
     schema={
@@ -155,10 +159,10 @@ PROBE = Question(
         "additionalProperties": False,
     },
 )
-ENOUGH_DISK = 10 << 30  # bytes: four runtime images and their base are about 4 GB
+MIN_DISK_BYTES = 10 << 30  # bytes: four runtime images and their base are about 4 GB
 
 
-def examine(config: NodeConfig, *, as_json: bool = False) -> int:
+def run_doctor(config: NodeConfig, *, as_json: bool = False) -> int:
     """Print each finding as it is made, or all as one JSON object; returns the exit code, 0 if a node can
     start here.
     """
@@ -178,7 +182,8 @@ def examine(config: NodeConfig, *, as_json: bool = False) -> int:
         )
     else:
         console.print(
-            f"\na node can start here; try: polarnode run {_where(config)} hello.toml (from the README)",
+            f"\na node can start here; try: polarnode run {_engine_flags(config)} hello.toml (from the"
+            " README)",
             style="green",
         )
     return int(faults > 0)
@@ -188,7 +193,7 @@ def _examine_as_json(config: NodeConfig) -> int:
     """`{"ready", "findings": [{"name", "ok", "what", "remedy"}], "model": {property: value}}`; `model` is
     empty where none was loaded.
     """
-    found, properties = list[Finding](), dict[str, Json]()
+    found, properties = list[MachineFinding](), dict[str, Json]()
     for each in findings(config):
         if isinstance(each, LoadedModel):
             properties = {name or "note": value for name, value in rows(each)}
@@ -200,33 +205,33 @@ def _examine_as_json(config: NodeConfig) -> int:
     return int(not ready)
 
 
-def _where(config: NodeConfig) -> str:
+def _engine_flags(config: NodeConfig) -> str:
     if config.engine != "sglang":
         return f"--engine {config.engine}"
     return "--gpus 0" if config.gpus else "--cpu"
 
 
-def findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
+def findings(config: NodeConfig) -> Iterator[MachineFinding | LoadedModel]:
     """All findings, quick ones first, and the model. That takes seconds: its tokenizer is loaded, its
     template audited. A fault names settings as the command's user wrote them.
     """
-    names = names_written()
-    for each in _findings(config):
-        if isinstance(each, Finding) and not each.ok:
+    names = setting_names()
+    for each in _raw_findings(config):
+        if isinstance(each, MachineFinding) and not each.ok:
             yield evolve(each, what=as_written(each.what, names), remedy=as_written(each.remedy, names))
         else:
             yield each
 
 
-def _findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
+def _raw_findings(config: NodeConfig) -> Iterator[MachineFinding | LoadedModel]:
     required = list(requirements(config))
     yield from required
     if config.log is not None:
         yield from log_findings(config.log)
     if config.runs_tasks:
-        yield from kernel_limits(config)
+        yield from kernel_findings(config)
         yield disk(store_dir(config))
-    yield state_disk(Path(config.state_dir))
+    yield state_disk_finding(Path(config.state_dir))
     if config.engine == "simulated":
         yield simulated(config)
     elif config.engine_urls:
@@ -238,7 +243,7 @@ def _findings(config: NodeConfig) -> Iterator[Finding | LoadedModel]:
         yield from model(Path(config.model), simulated=config.engine == "simulated")
 
 
-def show(console: Console, finding: Finding) -> None:
+def show(console: Console, finding: MachineFinding) -> None:
     """Print a finding on one line and its remedy, if any, on the next."""
     mark = Text("✓ ", style="green") if finding.ok else Text("✗ ", style="red")
     console.print(mark + Text(harmless(f"{finding.name}: {finding.what}")))
@@ -246,18 +251,18 @@ def show(console: Console, finding: Finding) -> None:
         console.print(Text(harmless(f"  → {finding.remedy}"), style="dim" if finding.ok else "yellow"))
 
 
-def simulated(config: NodeConfig) -> Finding:
+def simulated(config: NodeConfig) -> MachineFinding:
     """The simulated engine: it starts on any machine, and its answers are random."""
     hosts, settings = max(1, len(config.gpus) // config.tp), config.simulated
     speed = f"{hosts} × {settings.max_running} requests at {settings.tokens_per_s:g} tokens/s"
-    return Finding(
+    return MachineFinding(
         name="engine", ok=True, what=f"simulated: EVERY ANSWER IS RANDOM, no model is loaded; {speed}"
     )
 
 
-async def servers(config: NodeConfig) -> list[Finding]:
-    """The servers of an external engine. One that is away is waited for, so it is ok; one that does not fit
-    is not. Each samples one token.
+async def servers(config: NodeConfig) -> list[MachineFinding]:
+    """The servers of an external engine. A server that does not answer is ok, because a node waits for it;
+    one that does not fit is not ok. Each server samples one token.
     """
     found = []
     for url in config.engine_urls:
@@ -267,42 +272,46 @@ async def servers(config: NodeConfig) -> list[Finding]:
                 ready = await server.probe()
             except ServerUnreachable as error:
                 remedy = "start it; a node that is started meanwhile waits for it"
-                found.append(Finding(name="engine", ok=True, what=str(error), remedy=remedy))
-            except Unfit as error:
-                found.append(Finding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md"))
+                found.append(MachineFinding(name="engine", ok=True, what=str(error), remedy=remedy))
+            except UnfitServer as error:
+                found.append(
+                    MachineFinding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md")
+                )
             else:
                 weights = (
                     f"weights {ready.weight_version}" if ready.weight_version else "weights without a name"
                 )
                 what = f"{url}: SGLang {ready.sglang_version}, {ready.capacity} tokens a request, {weights}"
-                found.append(Finding(name="engine", ok=True, what=what))
+                found.append(MachineFinding(name="engine", ok=True, what=what))
     return found
 
 
-def disk(state_dir: Path) -> Finding:
+def disk(state_dir: Path) -> MachineFinding:
     """Free space where Podman keeps images."""
     place = next(folder for folder in (state_dir, *state_dir.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     remedy = (
         ""
-        if free >= ENOUGH_DISK
+        if free >= MIN_DISK_BYTES
         else "free space, or set POLARNODE_PODMAN_DIR to a folder on a larger disk (images take about 4 GB)"
     )
-    return Finding(
+    return MachineFinding(
         name="disk",
-        ok=free >= ENOUGH_DISK,
+        ok=free >= MIN_DISK_BYTES,
         what=f"{free / (1 << 30):.0f} GiB free for images and containers at {place}",
         remedy=remedy,
     )
 
 
-def state_disk(state_dir: Path) -> Finding:
-    """Whether the journal's disk has room for a task; a node on a full or read-only one takes none."""
+def state_disk_finding(state_dir: Path) -> MachineFinding:
+    """Whether the journal's disk has room for a task. A node whose disk is full or read-only takes no
+    tasks.
+    """
     place = next(folder for folder in (state_dir, *state_dir.absolute().parents) if folder.exists())
     free, read_only = shutil.disk_usage(place).free, os.statvfs(place).f_flag & os.ST_RDONLY
     ok = free >= TASK_DISK_FREE_BYTES and not read_only
     what = "read-only" if read_only else f"{free / (1 << 30):.1f} GiB free"
-    return Finding(
+    return MachineFinding(
         name="state disk",
         ok=ok,
         what=f"{what} for the journal and the logs at {place}",
@@ -312,8 +321,8 @@ def state_disk(state_dir: Path) -> Finding:
 
 @frozen(kw_only=True)
 class SharedResource:
-    """What the kernel counts for all containers together: the sysctl that bounds it, how much one container
-    may take, and how much the machine's own programs keep.
+    """A resource that the kernel counts for all containers together: the sysctl that limits it, how much one
+    container may take, and how much the machine's own programs need.
     """
 
     name: str
@@ -322,8 +331,8 @@ class SharedResource:
     kept: int
 
 
-PIDS = RuntimeSpec().pids  # of a task that names no other
-SHARED = (
+PIDS = RuntimeSpec().pids  # the limit of a task that sets none
+SHARED_RESOURCES = (
     SharedResource(
         name="inotify instances",
         sysctl="fs.inotify.max_user_instances",
@@ -336,32 +345,32 @@ SHARED = (
         share=USER_LIMITS["max_inotify_watches"],
         kept=8192,  # the kernel's least default
     ),
-    # `kernel.pty.reserve` of them are the machine's own
-    SharedResource(name="terminals", sysctl="kernel.pty.max", share=MOST_TERMINALS, kept=1024),
+    # The kernel keeps `kernel.pty.reserve` of them for the machine itself.
+    SharedResource(name="terminals", sysctl="kernel.pty.max", share=MAX_TERMINALS, kept=1024),
     SharedResource(name="process ids", sysctl="kernel.pid_max", share=PIDS, kept=4096),
-    SharedResource(name="open files", sysctl="fs.file-max", share=PIDS * LEAST_FILES, kept=65536),
+    SharedResource(name="open files", sysctl="fs.file-max", share=PIDS * MIN_OPEN_FILES, kept=65536),
 )
 
 
-def kernel_limits(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iterator[Finding]:
-    """The kernel's own limits against what the containers of a full node may take together. One container
-    never takes all; a node starts with any limits.
+def kernel_findings(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iterator[MachineFinding]:
+    """The kernel's limits, compared with what the containers of a full node may take together. One container
+    alone never takes all; a node starts with any limits.
     """
-    # a session and its evaluator's fresh runtime, and what is started in advance
+    # A session has its own container and one for its evaluator; others are started in advance.
     containers, enough = 2 * config.run_limit + config.warm, True
-    for each in SHARED:
+    for each in SHARED_RESOURCES:
         limit = int((sysctls / each.sysctl.replace(".", "/")).read_text())
         needed = containers * each.share + each.kept
         if limit < needed:
             enough = False
-            yield Finding(
+            yield MachineFinding(
                 name=each.name,
                 ok=True,
                 what=f"{limit} for the machine; {containers} containers at once may take {each.share} each",
-                remedy=f"sysctl -w {each.sysctl}={_rounded(needed)}, and in /etc/sysctl.d for good",
+                remedy=f"sysctl -w {each.sysctl}={_next_power_of_two(needed)}, and in /etc/sysctl.d for good",
             )
     if int((sysctls / "vm/nr_hugepages").read_text()) > 0:
-        yield Finding(
+        yield MachineFinding(
             name="huge pages",
             ok=True,
             what="reserved ones are not bounded by container: one session can take them all",
@@ -369,40 +378,43 @@ def kernel_limits(config: NodeConfig, sysctls: Path = Path("/proc/sys")) -> Iter
         )
     pattern = (sysctls / "kernel/core_pattern").read_text().strip()
     if pattern.startswith("|") and int((sysctls / "kernel/core_pipe_limit").read_text()) == 0:
-        yield Finding(
+        yield MachineFinding(
             name="core dumps",
             ok=True,
             what=f"a session's crash may start {pattern[1:].partition(' ')[0]} as root, any number at once",
             remedy="sysctl -w kernel.core_pipe_limit=16, or kernel.core_pattern=core",
         )
     if enough:
-        yield Finding(
+        yield MachineFinding(
             name="kernel limits",
             ok=True,
             what=f"enough for {containers} containers at once (2 × run_limit + warm)",
         )
 
 
-def _rounded(needed: int) -> int:
+def _next_power_of_two(needed: int) -> int:
     """The next power of two."""
     return 1 << (needed - 1).bit_length()
 
 
-def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+def judges(config: NodeConfig, environment: Mapping[str, str]) -> Iterator[MachineFinding]:
     """Each judge, asked one short question in the form used for verdicts. A node starts without an answer."""
     for name, settings in config.judges.items():
         yield trio.run(judge, name, settings, environment)
 
 
-async def judge(name: str, settings: JudgeConfig, environment: Mapping[str, str]) -> Finding:
+async def judge(name: str, settings: JudgeConfig, environment: Mapping[str, str]) -> MachineFinding:
     """Whether a judge answers in the form it is asked for."""
-    label, once = f"judge {name}", evolve(settings, attempts=1, answer_s=min(settings.answer_s, JUDGE_S))
+    label, once = (
+        f"judge {name}",
+        evolve(settings, attempts=1, answer_s=min(settings.answer_s, JUDGE_TIMEOUT_S)),
+    )
     try:
         async with open_judges({name: once}, environment) as opened:
             answer = await opened(name).ask(PROBE)
             codec.structure(json_of(answer), dict[str, bool])
     except ConfigError as error:
-        return Finding(
+        return MachineFinding(
             name=label,
             ok=False,
             what=str(error),
@@ -413,13 +425,13 @@ async def judge(name: str, settings: JudgeConfig, environment: Mapping[str, str]
             f"sessions whose evaluator asks it will end without a reward: check {settings.base_url}, its key,"
             " its model and `structured`"
         )
-        return Finding(
+        return MachineFinding(
             name=label, ok=True, what=f"gives no answer in the requested form: {error}", remedy=remedy
         )
-    return Finding(name=label, ok=True, what=f"{settings.model} at {settings.base_url} answers")
+    return MachineFinding(name=label, ok=True, what=f"{settings.model} at {settings.base_url} answers")
 
 
-def teachers(config: NodeConfig) -> Iterator[Finding]:
+def teachers(config: NodeConfig) -> Iterator[MachineFinding]:
     """Each teacher's checkpoint, whose vocabulary must be the policy's. No engine is started."""
     for name, settings in config.teachers.items():
         what, ok = "scores: its vocabulary is the policy's", True
@@ -429,10 +441,10 @@ def teachers(config: NodeConfig) -> Iterator[Finding]:
         except PolarnodeError as error:
             what, ok = str(error), False
         remedy = "" if ok else "see docs/teachers.md; a node does not start with it"
-        yield Finding(name=f"teacher {name}", ok=ok, what=what, remedy=remedy)
+        yield MachineFinding(name=f"teacher {name}", ok=ok, what=what, remedy=remedy)
 
 
-def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | LoadedModel]:
+def model(path: Path, *, simulated: bool = False) -> Iterator[MachineFinding | LoadedModel]:
     """Whether the checkpoint's tokenizer and template keep tokens exact, both of them, and the notes of the
     audit.
     """
@@ -441,7 +453,7 @@ def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | LoadedMo
         if simulated:
             simulated_marks(loaded.family)
     except ModelError as error:
-        yield Finding(
+        yield MachineFinding(
             name="model",
             ok=False,
             what=str(error),
@@ -450,11 +462,11 @@ def model(path: Path, *, simulated: bool = False) -> Iterator[Finding | LoadedMo
         return
     label = "polarnode-tiny, embedded" if path == TINY_MODEL else str(path)
     size = loaded.tokenizer.vocab_size
-    yield Finding(
+    yield MachineFinding(
         name="model",
         ok=True,
         what=f"{label}: family {loaded.family.name}, {size} ids; the template audit passes",
     )
     yield loaded
     for note in loaded.notes:
-        yield Finding(name="model", ok=True, what=note)
+        yield MachineFinding(name="model", ok=True, what=note)

@@ -1,5 +1,5 @@
-"""What doctor knows of the engine's KV cache before an engine starts: what a token takes, what main memory
-holds besides, and whether sessions wait for it.
+"""What doctor can say about the engine's KV cache before an engine starts: how much memory a token takes, how
+much main memory adds, and whether sessions will wait for cache space.
 """
 
 import json
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.engine.settings import cpu_tokens, token_bytes
 from polarnode.node.config import NodeConfig
 
-GB: Final = 1e9  # as SGLang counts hicache_size
-SESSION: Final = 32_000  # tokens that a coding agent's session ends with: the middle of those measured
-NUMBER_BYTES: Final = 2  # of a GPU's KV cache, bf16
-# bytes of main memory that SGLang leaves to the machine before it gives a cache any
-LEFT_BYTES: Final = 10 << 30
+GB: Final = 1e9  # the unit of SGLang's hicache_size
+SESSION: Final = 32_000  # tokens at the end of a coding agent's session: the median of those measured
+NUMBER_BYTES: Final = 2  # bytes of a number in a GPU's KV cache: bf16
+# SGLang leaves these bytes of main memory to the machine before it gives any to a cache.
+SYSTEM_RESERVE_BYTES: Final = 10 << 30
 
 
-def cache(config: NodeConfig, memory: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
-    """The cache of one engine host, for a model whose config.json can be read; nothing for external servers,
-    which keep what they like.
+def cache(config: NodeConfig, memory: Path = Path("/proc/meminfo")) -> Iterator[MachineFinding]:
+    """The findings about the cache of one engine host, for a model whose config.json can be read. There are
+    none for external servers, which size their caches themselves.
     """
     path = Path(config.model) / "config.json"
     if config.engine_urls or not path.is_file():
@@ -30,18 +30,18 @@ def cache(config: NodeConfig, memory: Path = Path("/proc/meminfo")) -> Iterator[
     if config.engine == "simulated":
         tokens = config.simulated.kv_tokens
         size = f"{tokens:,} tokens{waits}" if tokens else "without bounds: no session waits for it"
-        yield Finding(name="kv cache", ok=True, what=size)
+        yield MachineFinding(name="kv cache", ok=True, what=size)
         return
     found = json.loads(path.read_text())
     model = {**found, **text} if isinstance(text := found.get("text_config"), dict) else found
     if config.cpu:
-        yield Finding(name="kv cache", ok=True, what=f"{cpu_tokens(model):,} tokens{waits}")
+        yield MachineFinding(name="kv cache", ok=True, what=f"{cpu_tokens(model):,} tokens{waits}")
         return
     each = token_bytes(model, size=NUMBER_BYTES) / config.tp
     what = f"{each:,.0f} bytes a token on each GPU in bf16; the engine tells how many fit when it serves"
-    yield Finding(name="kv cache", ok=True, what=what + waits)
+    yield MachineFinding(name="kv cache", ok=True, what=what + waits)
     if config.host_cache_gb:
-        yield _in_main_memory(config, each, memory)
+        yield _host_cache_finding(config, each, memory)
 
 
 def _waits(config: NodeConfig) -> str:
@@ -54,14 +54,16 @@ def _waits(config: NodeConfig) -> str:
     return "; residency = false: as many sessions run as run_limit and the engine's queue allow"
 
 
-def _in_main_memory(config: NodeConfig, token: float, memory: Path) -> Finding:
-    """What `host_cache_gb` holds, and whether the machine has that memory. `token`: bytes on each GPU."""
+def _host_cache_finding(config: NodeConfig, token: float, memory: Path) -> MachineFinding:
+    """How many tokens `host_cache_gb` holds, and whether the machine has that memory. `token`: bytes of a
+    token on each GPU.
+    """
     tokens, gpus = int(config.host_cache_gb * GB / token), max(1, len(config.gpus))
     total = re.search(r"^MemTotal:\s+(\d+) kB", memory.read_text(), re.MULTILINE)
-    free = max(0, int(total[1]) * 1024 - LEFT_BYTES) / GB if total else 0.0
+    free = max(0, int(total[1]) * 1024 - SYSTEM_RESERVE_BYTES) / GB if total else 0.0
     needed, most = config.host_cache_gb * gpus, int(free / gpus)
     remedy = f"set host_cache_gb to {most} or less" if most else "leave host_cache_gb out"
-    return Finding(
+    return MachineFinding(
         name="host cache",
         ok=needed <= free,
         what=f"{tokens:,} tokens beside each engine's own, {tokens // SESSION} sessions of {SESSION:,}; takes"

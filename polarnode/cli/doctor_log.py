@@ -1,6 +1,6 @@
-"""What `polarnode doctor --log` says of the PostgreSQL that nodes share.
+"""`polarnode doctor --log`: checks of the PostgreSQL that nodes share.
 
-A finding is not ok only where a node would not start with this log; the rest is advice beside it.
+A finding is not ok only if a node would not start with this log; all other findings are advice.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.core.errors import ConfigError
 from polarnode.journal.log.postgres.connection import SCHEMA, Database, check_dsn, open_database
 from polarnode.journal.log.postgres.migrations import (
@@ -20,14 +20,16 @@ from polarnode.journal.log.postgres.migrations import (
     read_migrations,
 )
 
-NODE_CONNECTIONS: Final = 3  # writer, reader and watcher
+CONNECTIONS_PER_NODE: Final = 3  # connections of a node: writer, reader and watcher
 OTHERS: Final = 10  # connections that administrators, backups and `polarnode fleet` take
-# retention and the leases of callbacks compare the nodes' clocks with the server's
-CLOCK_S: Final = 30.0
-SLOW_S: Final = 0.05  # of a round trip: claims and ends of sessions wait for a few of them
+# Retention and the leases of callbacks compare the nodes' clocks with the server's.
+MAX_CLOCK_SKEW_S: Final = 30.0
+MAX_ROUND_TRIP_S: Final = (
+    0.05  # seconds of a slow round trip; claims and ends of sessions wait for a few of them
+)
 ROUNDS: Final = 5
 
-RIGHTS: Final = """
+RIGHTS_QUERY: Final = """
 SELECT has_table_privilege('places', 'SELECT, INSERT, UPDATE, DELETE') AS tables,
     has_function_privilege(oid, 'EXECUTE') AS functions, pg_is_in_recovery() AS standby
 FROM pg_proc WHERE proname = 'finish_place' AND pronamespace = to_regnamespace(%s)"""
@@ -38,15 +40,15 @@ SELECT current_setting('fsync') AS fsync, current_setting('full_page_writes') AS
     current_setting('autovacuum') AS autovacuum, current_setting('max_connections')::int AS connections,
     current_setting('superuser_reserved_connections')::int AS reserved,
     current_setting('archive_mode') AS archiving, current_user AS login"""
-STANDBYS: Final = "SELECT state, sync_state FROM pg_stat_replication"
+STANDBYS_QUERY: Final = "SELECT state, sync_state FROM pg_stat_replication"
 
 
-def log_findings(dsn: str) -> Iterator[Finding]:
-    """All findings of a log. The DSN's password is in none of them."""
+def log_findings(dsn: str) -> Iterator[MachineFinding]:
+    """All findings about a log. None of them contains the DSN's password."""
     try:
         db = open_database(check_dsn(dsn), name="doctor")
     except psycopg.Error as error:
-        yield Finding(
+        yield MachineFinding(
             name="log",
             ok=True,
             what=f"it cannot be reached: {str(error).strip().splitlines()[0]}",
@@ -54,20 +56,20 @@ def log_findings(dsn: str) -> Iterator[Finding]:
         )
         return
     except ConfigError as error:
-        yield Finding(name="log", ok=False, what=str(error), remedy="see docs/fleet.md")
+        yield MachineFinding(name="log", ok=False, what=str(error), remedy="see docs/fleet.md")
         return
     with db:
         try:
-            yield from _tables(db)
+            yield from _table_findings(db)
             yield from _server(db)
         except psycopg.Error as error:
             what = f"it cannot be examined: {str(error).strip().splitlines()[0]}"
-            yield Finding(name="log", ok=True, what=what, remedy="ask its administrator")
+            yield MachineFinding(name="log", ok=True, what=what, remedy="ask its administrator")
 
 
-def _tables(db: Database) -> Iterator[Finding]:
+def _table_findings(db: Database) -> Iterator[MachineFinding]:
     version = db.info.server_version
-    yield Finding(
+    yield MachineFinding(
         name="log",
         ok=version >= OLDEST_SERVER,
         what=f"PostgreSQL {version // 10_000}.{version % 10_000} at {db.info.host or 'a socket'},"
@@ -77,7 +79,7 @@ def _tables(db: Database) -> Iterator[Finding]:
     try:
         if not applied_migrations(db):
             made = _one(db, "SELECT has_database_privilege(current_database(), 'CREATE') AS may")["may"]
-            yield Finding(
+            yield MachineFinding(
                 name="log tables",
                 ok=bool(made),
                 what="none yet; the first node makes them"
@@ -90,20 +92,22 @@ def _tables(db: Database) -> Iterator[Finding]:
             return
         check_version(db)
     except ConfigError as error:
-        yield Finding(name="log tables", ok=False, what=str(error), remedy="see docs/fleet.md#upgrading")
+        yield MachineFinding(
+            name="log tables", ok=False, what=str(error), remedy="see docs/fleet.md#upgrading"
+        )
         return
     names = [each.name for each in read_migrations()]
-    yield Finding(name="log tables", ok=True, what=f"of this version, up to {names[-1]}")
-    rights = _one(db, RIGHTS, SCHEMA)
+    yield MachineFinding(name="log tables", ok=True, what=f"of this version, up to {names[-1]}")
+    rights = _one(db, RIGHTS_QUERY, SCHEMA)
     may = bool(rights.get("tables")) and bool(rights.get("functions"))
-    yield Finding(
+    yield MachineFinding(
         name="log rights",
         ok=may,
         what=f"{_one(db, SERVER)['login']} {'has' if may else 'lacks'} what a node needs",
         remedy="" if may else "an administrator: GRANT polarnode_node TO this login",
     )
     if rights.get("standby"):
-        yield Finding(
+        yield MachineFinding(
             name="log role",
             ok=True,
             what="this server is a standby and takes no writes",
@@ -113,24 +117,26 @@ def _tables(db: Database) -> Iterator[Finding]:
     yield _connections(_one(db, SERVER), nodes)
 
 
-def _connections(server: dict[str, Any], nodes: int) -> Finding:
-    """Whether one more node has its connections."""
+def _connections(server: dict[str, Any], nodes: int) -> MachineFinding:
+    """Whether the server has enough connections for one more node."""
     free = server["connections"] - server["reserved"] - OTHERS
-    most, enough = free // NODE_CONNECTIONS, (nodes + 1) * NODE_CONNECTIONS <= free
-    needed = (nodes + 1) * NODE_CONNECTIONS + server["reserved"] + OTHERS
-    return Finding(
+    most, enough = free // CONNECTIONS_PER_NODE, (nodes + 1) * CONNECTIONS_PER_NODE <= free
+    needed = (nodes + 1) * CONNECTIONS_PER_NODE + server["reserved"] + OTHERS
+    return MachineFinding(
         name="log connections",
         ok=True,
-        what=f"max_connections {server['connections']}: enough for {most} nodes of {NODE_CONNECTIONS} each;"
-        f" {nodes} are alive",
+        what=(
+            f"max_connections {server['connections']}: enough for {most} nodes of"
+            f" {CONNECTIONS_PER_NODE} each; {nodes} are alive"
+        ),
         remedy="" if enough else f"set max_connections to {needed} or more, and restart the server",
     )
 
 
-def _server(db: Database) -> Iterator[Finding]:
+def _server(db: Database) -> Iterator[MachineFinding]:
     server = _one(db, SERVER)
     lasting = server["fsync"] == server["pages"] == "on" and server["commits"] != "off"
-    yield Finding(
+    yield MachineFinding(
         name="log commits",
         ok=True,
         what=f"fsync {server['fsync']}, full_page_writes {server['pages']},"
@@ -139,8 +145,8 @@ def _server(db: Database) -> Iterator[Finding]:
         if lasting
         else "set all three on: else a crash of the server loses events that trainers were given",
     )
-    yield _standbys(db, server)
-    yield Finding(
+    yield _standby_finding(db, server)
+    yield MachineFinding(
         name="log vacuum",
         ok=True,
         what=f"autovacuum {server['autovacuum']}",
@@ -152,30 +158,34 @@ def _server(db: Database) -> Iterator[Finding]:
         row = _one(db, "SELECT extract(epoch FROM clock_timestamp())::double precision AS now")
         rounds.append((time.monotonic() - began, row["now"] - time.time()))
     took, ahead = min(rounds)
-    yield Finding(
+    yield MachineFinding(
         name="log round trip",
         ok=True,
         what=f"{took * 1000:.1f} ms",
-        remedy="" if took <= SLOW_S else "put the database nearer: each claim and each end waits for some",
+        remedy=""
+        if took <= MAX_ROUND_TRIP_S
+        else "put the database nearer: each claim and each end waits for some",
     )
-    yield Finding(
+    yield MachineFinding(
         name="log clock",
         ok=True,
         what=f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this machine's",
-        remedy="" if abs(ahead) <= CLOCK_S else "set both by NTP: retention and callbacks compare them",
+        remedy=""
+        if abs(ahead) <= MAX_CLOCK_SKEW_S
+        else "set both by NTP: retention and callbacks compare them",
     )
 
 
-def _standbys(db: Database, server: dict[str, Any]) -> Finding:
-    """What a lost primary would cost."""
-    rows = db.execute(STANDBYS).fetchall()
+def _standby_finding(db: Database, server: dict[str, Any]) -> MachineFinding:
+    """How much would be lost with the primary."""
+    rows = db.execute(STANDBYS_QUERY).fetchall()
     waited = [row for row in rows if row["sync_state"] in ("sync", "quorum")]
     if waited and server["commits"] not in ("off", "local"):
-        return Finding(
+        return MachineFinding(
             name="log standby", ok=True, what=f"{len(waited)} synchronous: promoted, it lacks nothing"
         )
     if server["standbys"] and not waited:
-        return Finding(
+        return MachineFinding(
             name="log standby",
             ok=True,
             what=f"synchronous_standby_names {server['standbys']!r}, and none is connected: commits wait",
@@ -183,7 +193,7 @@ def _standbys(db: Database, server: dict[str, Any]) -> Finding:
         )
     what = f"{len(rows)} asynchronous" if rows else "none"
     archiving = "on" if server["archiving"] != "off" else "off"
-    return Finding(
+    return MachineFinding(
         name="log standby",
         ok=True,
         what=f"{what}, archiving {archiving}",

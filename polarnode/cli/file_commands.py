@@ -9,11 +9,11 @@ from typing import Final
 
 import click
 
-from polarnode.cli.options import existing_path, folder
+from polarnode.cli.options import existing_path_type, folder
 
 
 @click.command(short_help="Show which turn each recorded request extends, and its new tokens.")
-@click.argument("folder", metavar="DIR", type=existing_path())
+@click.argument("folder", metavar="DIR", type=existing_path_type())
 @click.option(
     "--tokenizer",
     type=folder(exists=True),
@@ -23,7 +23,7 @@ from polarnode.cli.options import existing_path, folder
 @click.option(
     "--against",
     "other",
-    type=existing_path(),
+    type=existing_path_type(),
     metavar="OTHER",
     help="Compare with another recording, or two files of trajectories: print the first prompt that differs,"
     " and its words.",
@@ -51,7 +51,7 @@ def replay(folder: Path, tokenizer: Path | None, as_json: bool, other: Path | No
     if other is not None:
         if tokenizer is not None and folder.is_dir():
             raise click.UsageError("--against compares texts of recordings: leave --tokenizer out")
-        sys.exit(recordings.against(folder, other, tokenizer, as_json=as_json))
+        sys.exit(recordings.compare_recordings(folder, other, tokenizer, as_json=as_json))
     if not folder.is_dir():
         raise click.UsageError(f"{folder} is a file: name a folder with requests, or give --against OTHER")
     sys.exit(recordings.replay(folder, tokenizer, as_json=as_json))

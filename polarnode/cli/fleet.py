@@ -104,7 +104,7 @@ def fleet(
         )
     if stop and ray is not None:
         sys.exit(fleet_run.stop_ray(ray, state_dir))
-    dsn = fleet_run.log_of(log)
+    dsn = fleet_run.required_dsn(log)
     if ray is None:
         sys.exit(fleet_run.serve_local(local, state_dir, tuple(options), dsn, token))
     sys.exit(

@@ -1,7 +1,7 @@
 """`polarnode fleet`: starts nodes that share a log, shows them and drains one.
 
-Invariant: what a user sees here is what a node and its log say; nothing is decided here, and nodes do without
-this command once they run.
+Invariant: this module only shows what a node and its log say and decides nothing, and nodes that run do not
+need this command.
 """
 
 import os
@@ -26,20 +26,21 @@ from polarnode.fleet.local_nodes import local_nodes
 from polarnode.fleet.ray_launcher import RayNodes, check_ray, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
 from polarnode.http.link import Link
-from polarnode.journal.log.port import LogAway, NodeRow
+from polarnode.journal.log.port import LogUnavailable, NodeRow
 from polarnode.journal.log.postgres import membership
-from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
+from polarnode.journal.log.postgres.connection import Database, LogConnection, check_dsn
 from polarnode.journal.log.postgres.migrations import applied_migrations, read_migrations
-from polarnode.support.bounded import open_node_log, private_folder
+from polarnode.support.bounded import make_private_folder, open_node_log
 
-LOOK_S: Final = 1.0  # between looks at the nodes that start
-# a model of hundreds of gigabytes is read in minutes; then `polarnode fleet status` shows more
+LOOK_S: Final = 1.0  # between looks at nodes that are starting
+# The start of the nodes is shown for this long. A model of hundreds of gigabytes is read in minutes; after
+# that `polarnode fleet status` shows more.
 SHOWN_S: Final = 900.0
 COLUMNS: Final = ("node", "state", "sessions", "weights", "labels")
 COLOURS: Final = {"alive": "green", "lost": "red", "replaced": "yellow", "left": "dim"}
 
 
-def log_of(given: str | None) -> str:
+def required_dsn(given: str | None) -> str:
     """The DSN of the log that the nodes are to share. Raises ConfigError."""
     dsn = os.environ.get("POLARNODE_LOG") if given is None else log_dsn(given)
     if not dsn:
@@ -49,7 +50,7 @@ def log_of(given: str | None) -> str:
 
 def _open_state(state: Path) -> None:
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
-        private_folder(state)
+        make_private_folder(state)
         open_node_log(state)
 
 
@@ -57,15 +58,15 @@ def _open_state(state: Path) -> None:
 
 
 def serve_local(count: int, state: Path, options: tuple[str, ...], dsn: str, token: str | None) -> int:
-    """Keep so many nodes on this machine until SIGINT or SIGTERM; returns the exit code."""
+    """Keep a number of nodes running on this machine until SIGINT or SIGTERM; returns the exit code."""
     _open_state(state)
     trio.run(_serve_local, count, state, options, dsn, token, open_console())
     return 0
 
 
 def local_prefix(state: Path) -> str:
-    """What names of local nodes begin with. Those of another machine, or of another folder of this one, may
-    share the log; the same folder has the same names again, because it has their journals.
+    """The prefix of the names of local nodes. It differs by machine and folder, because nodes of others may
+    share the log. The same folder gives the same names again, because it holds the journals of these nodes.
     """
     return f"{socket.gethostname()}-{sha256(os.fsencode(state.resolve())).hexdigest()[:4]}"
 
@@ -89,14 +90,14 @@ async def _serve_local(
             console.print(f"· {name} starts at {url}", style="dim")
         console.print(f"· their logs: {state / 'nodes'}/NAME.log; Ctrl-C ends the nodes", style="dim")
         console.print(f"export POLARNODE_URL='{next(iter(nodes.values()))}'", markup=False, highlight=False)
-        nursery.start_soon(show_up, dsn, frozenset(nodes), console, state)
+        nursery.start_soon(show_joining, dsn, frozenset(nodes), console, state)
         await requested(stop)
         nursery.cancel_scope.cancel()
 
 
-async def show_up(dsn: str, names: frozenset[str], console: Console, state: Path) -> None:
-    """Show how many of these nodes the log has, until all are there, or for SHOWN_S."""
-    steps, log = Steps(_dim(console), console, f"logs: {state}"), Connection(dsn, "fleet")
+async def show_joining(dsn: str, names: frozenset[str], console: Console, state: Path) -> None:
+    """Show how many of these nodes are in the log, until all are, or for SHOWN_S seconds."""
+    steps, log = Steps(_dim_printer(console), console, f"logs: {state}"), LogConnection(dsn, "fleet")
     try:
         with trio.move_on_after(SHOWN_S):
             shown = ""
@@ -109,7 +110,7 @@ async def show_up(dsn: str, names: frozenset[str], console: Console, state: Path
                     if alive == len(names):
                         steps.report(text)
                         return
-                except LogAway as error:
+                except LogUnavailable as error:
                     text = f"waiting for the log: {error.reason}"
                 if text != shown:
                     steps.report(text)
@@ -121,11 +122,11 @@ async def show_up(dsn: str, names: frozenset[str], console: Console, state: Path
 
 
 def _nodes(db: Database) -> tuple[NodeRow, ...]:
-    """The nodes that are alive; none before the first one has made the tables."""
+    """The nodes that are alive; none before the first node has made the tables."""
     return membership.nodes(db, every=False) if len(applied_migrations(db)) == len(read_migrations()) else ()
 
 
-def _dim(console: Console) -> Any:
+def _dim_printer(console: Console) -> Any:
     return lambda text: console.print(f"· {text}", style="dim")
 
 
@@ -142,7 +143,9 @@ def serve_ray(
     token: str | None,
     state: Path,
 ) -> int:
-    """Keep the nodes of a Ray cluster until SIGINT or SIGTERM; they go on after it. Returns the exit code."""
+    """Keep the nodes of a Ray cluster running until SIGINT or SIGTERM, after which they still run. Returns
+    the exit code.
+    """
     check_ray()
     _open_state(state)
     order = RayOrder(
@@ -153,7 +156,7 @@ def serve_ray(
 
 
 async def _serve_ray(order: RayOrder, state: Path, console: Console) -> None:
-    steps = Steps(_dim(console), console, f"logs: {state}")
+    steps = Steps(_dim_printer(console), console, f"logs: {state}")
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -167,7 +170,7 @@ async def _serve_ray(order: RayOrder, state: Path, console: Console) -> None:
 
 
 async def show_machines(nodes: RayNodes, steps: Steps, console: Console) -> None:
-    """Show the machines whose nodes serve, and what keeps others from having one, as they change."""
+    """Show, whenever it changes, which machines have a node that serves, and why others have none."""
     urls, problems = dict[str, str](), dict[str, str]()
     while True:
         if nodes.urls != urls:
@@ -185,11 +188,11 @@ async def show_machines(nodes: RayNodes, steps: Steps, console: Console) -> None
 
 
 async def pinned_url(dsn: str, url: str) -> str:
-    """The address of a node, with the digest of its certificate where the log has it."""
-    log = Connection(dsn, "fleet")
+    """The address of a node, with the digest of its certificate if the log has it."""
+    log = LogConnection(dsn, "fleet")
     try:
         rows = await log.run(_nodes)
-    except LogAway:
+    except LogUnavailable:
         return url
     finally:
         log.close_now()
@@ -210,7 +213,9 @@ def stop_ray(address: str, state: Path) -> int:
 
 
 def status(url: str, token: str | None, *, as_json: bool) -> None:
-    """Print the nodes of the log of the node at `url`. ConfigError where it has a log of its own."""
+    """Print the nodes that share the log of the node at `url`. Raises ConfigError if that node shares no
+    log.
+    """
     answer: dict[str, Any] = trio.run(_asked, url, token, "GET", "/v1/status", None)
     if "nodes" not in answer:
         raise ConfigError(f"{url} is a node alone: nodes that share a log are started with --log")
@@ -224,7 +229,7 @@ def status(url: str, token: str | None, *, as_json: bool) -> None:
 
 
 def nodes_table(nodes: list[dict[str, Any]]) -> Group:
-    """The nodes of GET /v1/status, a row each."""
+    """A table of the nodes in GET /v1/status, with one row each."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="right" if name == "sessions" else "left")
@@ -242,7 +247,9 @@ def nodes_table(nodes: list[dict[str, Any]]) -> Group:
 
 
 def drain(node: str, url: str, token: str | None, *, back: bool) -> None:
-    """Let a node take no new sessions, or take some again, by way of the node at `url`."""
+    """Drain a node, so that it takes no new sessions, or let it take sessions again. The node at `url` passes
+    the request on.
+    """
     trio.run(_asked, url, token, "POST", "/v1/fleet/drain", {"node": node, "draining": not back})
     open_console().print(f"{node} {'takes sessions again' if back else 'takes no new sessions'}")
 

@@ -21,15 +21,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.cli.generate_run import GenerationRun, PendingWork, duration, run_work, survey
+from polarnode.cli.generate_run import GenerationRun, PendingWork, duration, list_attempts, run_work
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
-from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.output import fit_table, harmless, open_console
 from polarnode.cli.sources import (
     SourceSelection,
     build_images,
     checked,
-    insist_images,
     note_lines,
+    require_images,
     written_whole,
 )
 from polarnode.core import codec
@@ -39,22 +39,22 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig
-from polarnode.offline.acceptance import Acceptance, AcceptanceResult, judge, parse_acceptance
+from polarnode.offline.acceptance import AcceptanceResult, AcceptanceRule, judge, parse_acceptance
 from polarnode.offline.generation import (
     ALL,
     GenerationTable,
     Slot,
     Split,
     TableRow,
+    find_grouping,
     finished,
-    grouping_of,
-    manifest_of,
+    list_slots,
+    make_manifest,
+    make_split,
     read_manifest,
-    slots_of,
-    split_of,
 )
 from polarnode.offline.rows import (
-    GROUP_TOKENS,
+    ROW_GROUP_TOKENS,
     Found,
     ParquetRow,
     SftLine,
@@ -70,13 +70,14 @@ from polarnode.support.bounded import open_node_log
 
 # ── template comparison ───────────────────────────────────────────────────────
 
-MOST: Final = 100  # conversations to render: 60 ms for each 100 KB, and enough to estimate the share
+MOST: Final = 100  # conversations to render: enough to estimate the share, at 60 ms per 100 KB
 Render = Callable[[SftLine], "list[int]"]
 
 
 @define(eq=False)
 class TemplateComparison:
-    """How rendered conversations compare with the sampled tokens: of `seen` lines, `counts` by result.
+    """The comparison of rendered conversations with the sampled tokens: the number of lines that were `seen`,
+    and their `counts` by result.
 
     `why`: why nothing could be compared, or why the template refused a line.
     """
@@ -92,7 +93,7 @@ class TemplateComparison:
             return
         self.seen += 1
         try:
-            # a template is the checkpoint's code and may raise anything
+            # A template is code of the checkpoint and may raise any exception.
             with boundary(ModelError, "it cannot be rendered"):
                 rendered = self.render(line)
         except ModelError as error:
@@ -102,7 +103,7 @@ class TemplateComparison:
         self.counts[compared(line.token_ids, rendered).found] += 1
 
     def sentence(self) -> str | None:
-        """The result as a sentence to print; None where nothing was compared."""
+        """The result as a sentence to print; None if nothing was compared."""
         if not self.seen:
             return self.why
         text = (
@@ -145,8 +146,8 @@ def open_comparison(model: Path) -> TemplateComparison:
 
 Rows = Literal["accepted", "all", "none"]
 Side = Literal["", ".held-out"]
-SIDES: Final[tuple[Side, Side]] = ("", ".held-out")
-LISTED: Final = 20  # notes to print; the rest is a count
+SPLIT_SIDES: Final[tuple[Side, Side]] = ("", ".held-out")
+LISTED: Final = 20  # notes to print; the others are only counted
 
 
 @frozen(kw_only=True)
@@ -160,8 +161,10 @@ class ExportOptions:
 
 
 @frozen(kw_only=True)
-class Exported:
-    """What was written: `files` maps a name to its rows; `words` compares conversations with tokens."""
+class ExportResult:
+    """What was written: `files` maps a file name to its number of rows; `words` is the comparison of
+    conversations with tokens.
+    """
 
     tally: GenerationTable
     files: dict[str, int]
@@ -174,15 +177,15 @@ async def export(
     journal: Journal,
     slots: Sequence[Slot],
     *,
-    acceptance: Acceptance,
+    acceptance: AcceptanceRule,
     options: ExportOptions,
     out: Path,
     model: Path,
-) -> Exported:
+) -> ExportResult:
     """Write every file from the journal."""
     metadata = [slot.spec.metadata for slot in slots]
-    split = split_of(metadata, by=options.held_out_by, share=options.held_out)
-    tally = GenerationTable(by=options.by or grouping_of(metadata))
+    split = make_split(metadata, by=options.held_out_by, share=options.held_out)
+    tally = GenerationTable(by=options.by or find_grouping(metadata))
     words = open_comparison(model)
     with ExitStack() as stack:
         files = DatasetFiles(out=out, options=options, split=split, words=words, stack=stack)
@@ -197,7 +200,7 @@ async def export(
     notes = files.notes[:LISTED] + (
         [f"… and {len(files.notes) - LISTED} more"] if len(files.notes) > LISTED else []
     )
-    return Exported(tally=tally, files=dict(files.counts), words=words, split=split, notes=tuple(notes))
+    return ExportResult(tally=tally, files=dict(files.counts), words=words, split=split, notes=tuple(notes))
 
 
 async def _last(journal: Journal, slot: Slot) -> Trajectory | None:
@@ -232,7 +235,7 @@ class DatasetFiles:
         """Open every file, also those that stay empty, so that no file of an earlier run remains."""
         self._file("accepted.jsonl")
         self._file("rejected.jsonl")
-        for side in SIDES[: 2 if self.split.by else 1]:
+        for side in SPLIT_SIDES[: 2 if self.split.by else 1]:
             self._file(f"sft{side}.jsonl")
             if self.options.rows != "none":
                 file = self._file(f"rows{side}.parquet")
@@ -260,7 +263,7 @@ class DatasetFiles:
         waiting = self._waiting[side]
         for row in rows:
             waiting.append(row)
-            if sum(each.tokens for each in waiting) >= GROUP_TOKENS:
+            if sum(each.tokens for each in waiting) >= ROW_GROUP_TOKENS:
                 self._flush(side)
 
     def flush(self) -> None:
@@ -275,7 +278,7 @@ class DatasetFiles:
             self.counts[f"rows{side}.parquet"] += len(waiting)
             waiting.clear()
 
-    def write_table(self, tally: GenerationTable, acceptance: Acceptance) -> None:
+    def write_table(self, tally: GenerationTable, acceptance: AcceptanceRule) -> None:
         """Write the table as table.json."""
         held_out: Json = {"by": self.split.by, "values": list[Json](sorted(self.split.values))}
         files: dict[str, Json] = dict(self.counts)
@@ -328,11 +331,11 @@ def _listed(trajectory: Trajectory, judged: AcceptanceResult, *, held_out: bool)
 
 
 def shown(
-    exported: Exported, result: GenerationRun, acceptance: Acceptance, console: Console
+    exported: ExportResult, result: GenerationRun, acceptance: AcceptanceRule, console: Console
 ) -> Iterator[RenderableType]:
     """The table, the totals and the files, to print."""
     tally, total = exported.tally, exported.tally.total
-    yield fitted(console, lambda narrow: acceptance_table(tally, narrow=narrow))
+    yield fit_table(console, lambda narrow: acceptance_table(tally, narrow=narrow))
     yield Text("")
     yield Text(
         f"accepted by {acceptance.text}: {total.accepted} of {total.attempts} sessions ({percent(total)} %)"
@@ -379,23 +382,23 @@ def percent(group: TableRow) -> str:
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────
 
-MANIFEST: Final = "generate.json"
-OPTIONS: Final = ("accept", "retry_empty", "by", "held_out_by", "held_out", "rows", "out")
+MANIFEST_FILE: Final = "generate.json"
+REQUEST_OPTIONS: Final = ("accept", "retry_empty", "by", "held_out_by", "held_out", "rows", "out")
 
 
 @frozen(kw_only=True)
 class GenerationRequest:
-    """The options of the command: which tasks, where the data goes, and which sessions become data."""
+    """The options of the command: which tasks run, where the data goes, and which sessions become data."""
 
     sources: SourceSelection
     out: Path
-    acceptance: Acceptance
+    acceptance: AcceptanceRule
     retry_empty: int
     export: ExportOptions
 
 
-def request_of(sources: SourceSelection, **params: Any) -> GenerationRequest:
-    """The request in the command's options. Refused if `accept` is no valid expression."""
+def make_request(sources: SourceSelection, **params: Any) -> GenerationRequest:
+    """The request that the command's options make. Raises Refused if `accept` is not a valid expression."""
     return GenerationRequest(
         sources=sources,
         out=params["out"],
@@ -411,31 +414,33 @@ def request_of(sources: SourceSelection, **params: Any) -> GenerationRequest:
 
 
 def generate(config: NodeConfig, request: GenerationRequest) -> int:
-    """Run what is missing and write the data; returns the exit code."""
+    """Run the missing sessions and write the data; returns the exit code."""
     if request.export.rows != "none":
-        arrow()  # fails now if pyarrow is missing, not after hours of sessions
-    # as in `polarnode run`: the user may import any code unless the config limits it
+        arrow()  # if pyarrow is missing, this fails now and not after hours of sessions
+    # As in `polarnode run`, the user may import any code unless the config limits it.
     own = evolve(config, import_paths=config.import_paths or ("*",), state_dir=str(request.out / "state"))
     tasks = [checked(task, config=own, here=True) for task in request.sources.tasks()]
     console = open_console()
     _begin(request, own, tasks)
-    slots = tuple(slots_of([(task.name, task.spec) for task in tasks]))
+    slots = tuple(list_slots([(task.name, task.spec) for task in tasks]))
     work = trio.run(_work, own, request, slots)
-    result = _generated(own, work, tasks, console) if work.slots else GenerationRun(wall_s=0.0, stopped=False)
+    result = (
+        _run_missing(own, work, tasks, console) if work.slots else GenerationRun(wall_s=0.0, stopped=False)
+    )
     if result is None:
         console.print("stopped before any session began")
         return EXIT_INTERRUPTED
-    exported = trio.run(_export, own, request, slots)
+    exported = trio.run(_export_journal, own, request, slots)
     return _report(console, request, exported, result, slots)
 
 
 def _begin(request: GenerationRequest, config: NodeConfig, tasks: Sequence[SourcedTask]) -> None:
     """Create the folder with its manifest, or check that an existing one was begun with the same tasks."""
     source = ", ".join(map(str, request.sources.paths))
-    now = manifest_of(
+    now = make_manifest(
         [(task.name, task.spec) for task in tasks], source=source, model=config.model, engine=config.engine
     )
-    file = request.out / MANIFEST
+    file = request.out / MANIFEST_FILE
     with boundary(ConfigError, f"--out {request.out} cannot be written"):
         Path(config.state_dir).mkdir(parents=True, exist_ok=True)
     if file.exists():
@@ -448,9 +453,9 @@ def _begin(request: GenerationRequest, config: NodeConfig, tasks: Sequence[Sourc
 
 
 async def _work(config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]) -> PendingWork:
-    """What is still to run, according to the journal."""
+    """The work that is still to be run, according to the journal."""
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
-        attempts = await survey(journal, slots, request.acceptance)
+        attempts = await list_attempts(journal, slots, request.acceptance)
     todo = [slot for slot in slots if not finished(attempts[slot], retry_empty=request.retry_empty)]
     missing = frozenset(todo)
     accepted = sum(attempts[slot][-1].accepted for slot in slots if slot not in missing)
@@ -464,16 +469,16 @@ async def _work(config: NodeConfig, request: GenerationRequest, slots: Sequence[
 
 
 def _no_clock() -> float:
-    """A clock for reading a journal: reading needs none."""
+    """A clock for a journal that is only read, which never asks for the time."""
     return 0.0
 
 
-def _generated(
+def _run_missing(
     config: NodeConfig, work: PendingWork, tasks: Sequence[SourcedTask], console: Console
 ) -> GenerationRun | None:
-    """Run what is missing; None when stopped before any session began."""
+    """Run the missing sessions. Returns None if stopped before any session began."""
     checks.refuse_unfit(config, tasks=True)
-    insist_images(tasks, config)
+    require_images(tasks, config)
     log = Path(config.state_dir) / "node.log"
     with boundary(ConfigError, f"--out {log.parent} cannot be written"):
         open_node_log(log.parent)
@@ -492,7 +497,9 @@ def _generated(
         raise
 
 
-async def _export(config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]) -> Exported:
+async def _export_journal(
+    config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]
+) -> ExportResult:
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
         return await export(
             journal,
@@ -507,7 +514,7 @@ async def _export(config: NodeConfig, request: GenerationRequest, slots: Sequenc
 def _report(
     console: Console,
     request: GenerationRequest,
-    exported: Exported,
+    exported: ExportResult,
     result: GenerationRun,
     slots: Sequence[Slot],
 ) -> int:
@@ -515,12 +522,12 @@ def _report(
         console.print(line)
     console.print(request.out)
     missing = len(slots) - exported.tally.total.attempts
-    for sentence in (*exported.notes, *_unfinished(missing, result)):
+    for sentence in (*exported.notes, *_unfinished_notes(missing, result)):
         console.print(harmless(sentence), style="yellow")
     return int(result.stopped or bool(missing))
 
 
-def _unfinished(missing: int, result: GenerationRun) -> Sequence[str]:
+def _unfinished_notes(missing: int, result: GenerationRun) -> Sequence[str]:
     if not missing and not result.stopped:
         return ()
     return (f"{missing} sessions have not run; run the same command again to resume",)

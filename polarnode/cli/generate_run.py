@@ -1,4 +1,4 @@
-"""The sessions of a generation: what the journal holds of them, and running the missing ones.
+"""The sessions of a generation: reading their results from the journal, and running the missing ones.
 
 Only as many tasks are submitted as the node can process at once, so that ten thousand sessions need no more
 memory than a hundred. Invariant: the end of a session arrives as an event and its result is read from the
@@ -15,17 +15,17 @@ from rich.live import Live
 from rich.text import Text
 
 from polarnode.cli import output
-from polarnode.cli.run import FRAME_ROWS, PLAIN_REFRESH_S, REFRESH_S, on_own_node
+from polarnode.cli.run import FRAME_ROWS, PLAIN_REFRESH_S, REFRESH_INTERVAL_S, on_own_node
 from polarnode.cli.stopping import StopRequest
 from polarnode.core import codec
 from polarnode.journal.journal import Journal
-from polarnode.journal.values import Filters, StoredEvent, TaskRecord
+from polarnode.journal.values import EventFilters, StoredEvent, TaskRecord
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
-from polarnode.offline.acceptance import Acceptance, is_empty, judge
+from polarnode.offline.acceptance import AcceptanceRule, has_no_answer, judge
 from polarnode.offline.generation import Attempt, Slot, finished, next_attempt
 
-ENDS = Filters(kinds=("task",))
+ENDS = EventFilters(kinds=("task",))
 
 
 @frozen(kw_only=True)
@@ -33,7 +33,7 @@ class PendingWork:
     """The slots that are still to run, and how many earlier runs finished (`done`) and accepted."""
 
     slots: Sequence[Slot]
-    acceptance: Acceptance
+    acceptance: AcceptanceRule
     retry_empty: int
     done: int = 0
     accepted: int = 0
@@ -41,7 +41,9 @@ class PendingWork:
 
 @frozen(kw_only=True)
 class GenerationRun:
-    """What one run of the command did: seconds, whether it was stopped, sessions that ended."""
+    """One run of the command: how many seconds it took, whether it was stopped, and how many sessions
+    ended.
+    """
 
     wall_s: float
     stopped: bool
@@ -51,14 +53,14 @@ class GenerationRun:
 # ── attempts in the journal ───────────────────────────────────────────────────
 
 
-async def survey(
-    journal: Journal, slots: Sequence[Slot], acceptance: Acceptance
+async def list_attempts(
+    journal: Journal, slots: Sequence[Slot], acceptance: AcceptanceRule
 ) -> Mapping[Slot, list[Attempt]]:
-    """The attempts at each slot; one that has not ended counts as interrupted."""
+    """The attempts at each slot. An attempt that has not ended counts as interrupted."""
     return {slot: await attempts_at(journal, slot, acceptance) for slot in slots}
 
 
-async def attempts_at(journal: Journal, slot: Slot, acceptance: Acceptance) -> list[Attempt]:
+async def attempts_at(journal: Journal, slot: Slot, acceptance: AcceptanceRule) -> list[Attempt]:
     """The attempts at one slot, in order."""
     found: list[Attempt] = []
     while (record := await journal.task(slot.named(len(found)))) is not None:
@@ -74,7 +76,7 @@ async def latest(journal: Journal, slot: Slot) -> TaskRecord | None:
     return found
 
 
-async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance) -> Attempt:
+async def _attempt(journal: Journal, record: TaskRecord, acceptance: AcceptanceRule) -> Attempt:
     """The attempt of a task, which has one session. Whether an answer is empty is in its trajectory."""
     session = record.sessions[0]
     if session.outcome is None:
@@ -88,7 +90,7 @@ async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance)
     return Attempt(
         session_id=session.session_id,
         status=session.outcome.status,
-        empty=is_empty(trajectory),
+        empty=has_no_answer(trajectory),
         accepted=accepted,
     )
 
@@ -97,7 +99,9 @@ async def _attempt(journal: Journal, record: TaskRecord, acceptance: Acceptance)
 
 
 async def run_work(config: NodeConfig, work: PendingWork, console: Console) -> GenerationRun | None:
-    """Run the pending slots to their end or until stopped; None when stopped before the node was open."""
+    """Run the pending slots to their end or until stopped. Returns None if stopped before the node was
+    open.
+    """
     specs = [each.spec for each in work.slots]
     return await on_own_node(config, console, lambda node, stop: _run(node, work, stop, console), specs=specs)
 
@@ -120,7 +124,7 @@ async def _run(node: Node, work: PendingWork, stop: StopRequest, console: Consol
         nursery.start_soon(_watch, running, console)
         await running.run()
         nursery.cancel_scope.cancel()
-    await node.journal.flushed()
+    await node.journal.flush()
     return GenerationRun(wall_s=trio.current_time() - started, stopped=running.stopped, ended=running.ended)
 
 
@@ -133,8 +137,8 @@ def _submit_limit(config: NodeConfig) -> int:
 
 @define(eq=False)
 class RunningWork:
-    """The running and the queued slots. `run` ends when there are none, or after `stop`, when the running
-    ones have ended.
+    """The running and the queued slots. `run` ends when there are none left, or, after `stop`, when the
+    running ones have ended.
     """
 
     node: Node
@@ -142,7 +146,7 @@ class RunningWork:
     started: float
     most: int
     stopped: bool = False
-    done: int = field(init=False)  # slots that are finished, those of earlier runs included
+    done: int = field(init=False)  # finished slots, including those of earlier runs
     accepted: int = field(init=False)
     ended: int = 0  # sessions that ended in this run
     _attempts: dict[Slot, list[Attempt]] = field(factory=dict)
@@ -170,23 +174,23 @@ class RunningWork:
         journal = self.node.journal
         seen = (
             journal.last_seq
-        )  # taken before the journal is read: an end in between is seen twice rather than missed
-        await self._resume()
+        )  # taken before the journal is read, so that an end in between is seen twice, not missed
+        await self._sort_slots()
         await self._fill()
         while self._running:
-            await journal.wait_after(seen)
+            await journal.wait_event_after(seen)
             page = await journal.events(seen, filters=ENDS)
             seen = page.seen
             for event in page.events:
                 await self._task_ended(event)
             await self._fill()
 
-    async def _resume(self) -> None:
+    async def _sort_slots(self) -> None:
         """Sort the slots by what earlier runs left: finished, queued, or already restarted by the node's
         recovery.
         """
         for slot in self.work.slots:
-            # read before the attempts: an end in between then arrives as an event
+            # The record is read before the attempts, so that an end in between arrives as an event.
             record = await latest(self.node.journal, slot)
             self._attempts[slot] = await self._look(slot)
             if record is not None and not record.finished:
@@ -213,7 +217,7 @@ class RunningWork:
             self._running[slot.named(next_attempt(self._attempts[slot]))] = slot
             await self.node.submit(order, idempotency_key=None)
         if self.stopped:
-            self.node.cancel_all()  # also the one submitted while the stop arrived
+            self.node.cancel_all()  # including a session submitted while the stop arrived
 
     async def _task_ended(self, event: StoredEvent) -> None:
         """A task ended: its slot is done, or queued again."""
@@ -264,4 +268,4 @@ async def _watch(running: RunningWork, console: Console) -> None:
             alive = [status for status in running.node.scheduler.sessions() if status.outcome is None]
             table = output.live_table(alive, rows=max(1, console.height - FRAME_ROWS - 1))
             live.update(Group(Text(progress(running, trio.current_time())), table))
-            await trio.sleep(REFRESH_S)
+            await trio.sleep(REFRESH_INTERVAL_S)

@@ -1,11 +1,11 @@
-"""`polarnode image`: images of a user's own, in the node's own store."""
+"""`polarnode image`: builds the user's own images in the node's image store."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from polarnode.cli.options import config_of, existing_file
+from polarnode.cli.options import config_of, existing_file_type
 from polarnode.core.errors import ConfigError
 
 FILES = ("Containerfile", "Dockerfile")
@@ -38,7 +38,7 @@ def image() -> None:
     help="Most seconds that the build may take.",
 )
 @click.option(
-    "--config", "config_file", type=existing_file(), help="Settings of the node that takes the image."
+    "--config", "config_file", type=existing_file_type(), help="Settings of the node that takes the image."
 )
 def build(folder: Path, tag: str, containerfile: str | None, limit_s: float, **params: Any) -> None:
     """Build the Containerfile in DIR in the node's own store. It may begin with any image, also with one of
@@ -57,8 +57,8 @@ def build(folder: Path, tag: str, containerfile: str | None, limit_s: float, **p
         raise ConfigError(f"{folder / found} is not there: write it, or name the file with --file")
     config = config_of(params)
     from polarnode.cli.sources import build_folders
-    from polarnode.sources.values import Build
+    from polarnode.sources.values import ImageBuild
 
-    order = Build(folder=folder, containerfile=found, image=tag, limit_s=limit_s)
+    order = ImageBuild(folder=folder, containerfile=found, image=tag, limit_s=limit_s)
     build_folders([order], config, lambda text: click.echo(f"· {text}", err=True), again=True)
     click.echo(f'built: runtime = {{ image = "{tag}" }}')

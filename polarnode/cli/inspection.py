@@ -1,9 +1,9 @@
-"""`polarnode inspect`: what a trainer trains on of a session, and why it ended as it did; of a session that
-runs, where it stands.
+"""`polarnode inspect`: shows which tokens of a session are trained and why it ended as it did, or how far a
+running session is.
 
-Green is trainable, dim is context, and a turn that is left out has its reason. Without colour, trainable
-tokens stand between « and ». Lineage figures are read from `metrics.lineage` of a trajectory, never computed
-here; a trajectory written before they existed shows none.
+Trainable tokens are green, context is dim, and a turn that is left out shows its reason. Without colour,
+trainable tokens stand between « and ». Lineage figures are read from `metrics.lineage` of a trajectory, never
+computed here; a trajectory written before they existed shows none.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from polarnode.cli.output import bounded, fitted, fork_text, harmless, open_console, reward_text
+from polarnode.cli.output import bounded, fit_table, fork_text, harmless, open_console, reward_text
 from polarnode.cli.remote import RemoteNode, trajectory_lines
 from polarnode.client.values import ClientError
 from polarnode.core import codec
@@ -25,7 +25,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
 from polarnode.core.trajectory import Trace, Trajectory
 from polarnode.groups.training_rows import turn_rewards
-from polarnode.merge.figures import summed, word_of
+from polarnode.merge.figures import note_word, summed
 from polarnode.node.config import TINY_MODEL
 from polarnode.tokens.pieces import text_of
 
@@ -33,11 +33,11 @@ from polarnode.tokens.pieces import text_of
 
 NAMES = ("session", "thinking")
 COUNTS = ("turns", "lineages", "leaves", "tokens_in")
-SUMS = ("reused", "edited", "left out")
+SUM_COLUMNS = ("reused", "edited", "left out")
 
 
 @frozen
-class SessionFigures:
+class SessionLineage:
     """A session and its lineage figures."""
 
     session_id: str
@@ -45,7 +45,7 @@ class SessionFigures:
 
 
 def figures_of(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`metrics.lineage` of a trajectory in JSON form; None where there is none."""
+    """`metrics.lineage` of a trajectory in JSON form, or None."""
     metrics = value.get("metrics")
     found = metrics.get("lineage") if isinstance(metrics, dict) else None
     return found if isinstance(found, dict) else None
@@ -80,14 +80,14 @@ def lineage_notes(rows: Sequence[Mapping[str, Any]]) -> list[Text]:
         Text(f"turn {row['index']}: {harmless(note)}", style="dim")
         for row in rows
         for note in row.get("notes", ())
-        if word_of(note) is not None
+        if note_word(note) is not None
     ]
 
 
-def totals(counted: Sequence[SessionFigures], *, narrow: bool = False) -> Table:
+def totals(counted: Sequence[SessionLineage], *, narrow: bool = False) -> Table:
     """One row for each session."""
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
-    for name in (*NAMES, *COUNTS, *SUMS):
+    for name in (*NAMES, *COUNTS, *SUM_COLUMNS):
         table.add_column(
             name.replace("_", " "),
             justify="left" if name in NAMES else "right",
@@ -110,7 +110,7 @@ def totals(counted: Sequence[SessionFigures], *, narrow: bool = False) -> Table:
     return table
 
 
-def summary(counted: Sequence[SessionFigures], table: RenderableType) -> RenderableType:
+def summary(counted: Sequence[SessionLineage], table: RenderableType) -> RenderableType:
     """The table and the sums below it."""
     return Group(
         table,
@@ -133,7 +133,7 @@ def _counts(counts: Any) -> str:
 
 # ── sessions ──────────────────────────────────────────────────────────────────
 
-TRAINABLE = "black on green"
+TRAINABLE_STYLE = "black on green"
 CONTEXT = "dim"
 FIGURES = ("turn", "lineage", "parent", "matched", "prompt", "new", "sampled")
 COLUMNS = (
@@ -152,24 +152,24 @@ COLUMNS = (
     "left out",
 )
 
-SNAPSHOTS = 50  # shown of one session, as rows of any table
-LOG_LINES = 20  # of a log's end: the traceback of a harness that failed
-EVALUATION_CHARACTERS = 2000  # of one value: a test's report, not its whole output
+SNAPSHOTS = 50  # snapshots shown of one session
+MAX_LOG_LINES = 20  # last lines of a log: enough for the traceback of a failed harness
+MAX_EVALUATION_CHARS = 2000  # characters of one value: a test's report, not its whole output
 
 TurnRow = dict[str, Any]  # a row of the turns table, as JSON
 
 
-def summarise(file: Path) -> None:
+def print_lineages(file: Path) -> None:
     """Print the lineage figures of each session in a file, and their sums."""
     found = [(str(value.get("session_id")), figures_of(value)) for value in trajectory_lines(file)]
-    counted = [SessionFigures(session, figures) for session, figures in found if figures is not None]
+    counted = [SessionLineage(session, figures) for session, figures in found if figures is not None]
     if not counted:
         raise Refused(
             f"none of the {len(found)} trajectories in {file} has lineage figures: name one SESSION to show"
         )
     console = open_console()
     console.print(
-        summary(counted, fitted(console, lambda narrow: totals(counted, narrow=narrow))),
+        summary(counted, fit_table(console, lambda narrow: totals(counted, narrow=narrow))),
         soft_wrap=not console.is_terminal,
     )
     if len(counted) < len(found):
@@ -181,8 +181,8 @@ def summarise(file: Path) -> None:
 def inspect(
     session: str, source: Path | RemoteNode, model: Path | None, *, plain: bool, as_json: bool = False
 ) -> None:
-    """Print one session, from a file or from a node; one of a node may still run."""
-    value = _of_node(session, source) if isinstance(source, RemoteNode) else _of_file(source, session)
+    """Print one session from a file or from a node; a node's session may still be running."""
+    value = _of_node(session, source) if isinstance(source, RemoteNode) else _session_of_file(source, session)
     if as_json:
         click.echo(codec.dump_json(value))
         return
@@ -201,12 +201,12 @@ def inspect(
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    from polarnode.tokens.tokenizer import load_tokenizer  # of `polarnode[node]`
+    from polarnode.tokens.tokenizer import load_tokenizer  # part of `polarnode[node]`
 
     return load_tokenizer(folder)
 
 
-def _of_file(file: Path, session: str) -> dict[str, Any]:
+def _session_of_file(file: Path, session: str) -> dict[str, Any]:
     """A session of a file, in the form in which a node gives it."""
     found = [value for value in trajectory_lines(file) if str(value.get("session_id")).startswith(session)]
     if len(found) != 1:
@@ -220,16 +220,16 @@ def _of_file(file: Path, session: str) -> dict[str, Any]:
 
 
 def _of_node(session: str, node: RemoteNode) -> dict[str, Any]:
-    """A session of a node with the end of its log, and where it stands if it runs."""
+    """A session of a node with the end of its log, and with its state if it is running."""
     client = node.client()
     value, live, log = client.session(session), None, None
     if value["trajectory"] is None:
         every = (each for changes in client.live_sessions(follow=False) for each in changes.sessions)
         live = next((codec.plain(each) for each in every if each.session_id == session), None)
     try:
-        log = client.log(session, tail=LOG_LINES).text
+        log = client.log(session, tail=MAX_LOG_LINES).text
     except ClientError as error:
-        if error.status != 404:  # a session without a log, or a node of an earlier release
+        if error.status != 404:  # the session has no log, or the node is of an earlier release
             raise
     snapshots, forks = _listed(client.snapshots, session), _listed(client.forks, session)
     return {**value, "log": log, "live": live, "snapshots": snapshots, "forks": forks}
@@ -239,13 +239,13 @@ def _listed(read: Callable[[str], Sequence[Any]], session: str) -> list[dict[str
     try:
         return [codec.plain(each) for each in read(session)]
     except ClientError as error:
-        if error.status != 404:  # a node of an earlier release
+        if error.status != 404:  # the node is of an earlier release
             raise
         return []
 
 
 def snapshot_lines(snapshots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Where a session can be forked, a line for each of its snapshots, and why not."""
+    """One line for each snapshot of a session: where the session can be forked, or why it cannot."""
     for each in snapshots[:SNAPSHOTS]:
         why = "" if each["resumable"] else f"; no harness can be resumed from it: {each['why_not']}"
         what = f"{each['files']} files, {each['bytes'] / 1e6:.1f} MB, its call held {each['seconds']:.2f} s"
@@ -255,7 +255,7 @@ def snapshot_lines(snapshots: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
 
 
 def fork_lines(forks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """A line for each of its forks: where it began, and how it ended."""
+    """One line for each fork of a session: where it began, and how it ended."""
     shown, more = bounded(forks)
     for each in shown:
         fork, reward = each["forked_from"], reward_text(each["reward"])
@@ -279,19 +279,21 @@ def running(value: Mapping[str, Any], *, console: Console) -> RenderableType:
         head.append(f"  fork of {fork['session_id']} before turn {fork['turn']}")
     parts: list[RenderableType] = [head]
     if rows:
-        parts.append(fitted(console, lambda narrow: turn_table(rows, narrow=narrow)))
+        parts.append(fit_table(console, lambda narrow: turn_table(rows, narrow=narrow)))
     return Group(*parts, *_log_lines(value["log"]))
 
 
 def _log_lines(log: str | None) -> Iterator[Text]:
-    lines = (log or "").splitlines()[-LOG_LINES:]
+    lines = (log or "").splitlines()[-MAX_LOG_LINES:]
     if lines:
         yield Text(f"\nthe last {len(lines)} lines of its log:", style="bold")
         yield Text(harmless("\n".join(lines)), style="dim")
 
 
-def _facts_of_session(trajectory: Trajectory) -> Iterator[Text]:
-    """Its time by phase, what its evaluator kept, and its place among attempts."""
+def _session_details(trajectory: Trajectory) -> Iterator[Text]:
+    """The facts of a session: its time by phase, the artifacts of its evaluator, and its place among the
+    attempts.
+    """
     spent = {"init": "init_s", "waiting to run": "ready_s", "run": "run_s", "post": "post_s"}
     times = {name: getattr(trajectory.timing, field) for name, field in spent.items()}
     if any(times.values()):
@@ -303,7 +305,7 @@ def _facts_of_session(trajectory: Trajectory) -> Iterator[Text]:
         yield Text("evaluation:")
         for name, value in evaluation.items():
             text = value if isinstance(value, str) else codec.dump_json(value).decode()
-            cut = text if len(text) <= EVALUATION_CHARACTERS else f"{text[:EVALUATION_CHARACTERS]} …"
+            cut = text if len(text) <= MAX_EVALUATION_CHARS else f"{text[:MAX_EVALUATION_CHARS]} …"
             yield Text(harmless(f"  {name}: {cut}"))
     if (fork := trajectory.forked_from) is not None:
         yield Text(harmless(f"fork of {fork_text(fork)}"), style="dim")
@@ -324,7 +326,7 @@ def shown(
     rewards = turn_rewards(trajectory)
     parts: list[RenderableType] = [
         _head(trajectory),
-        fitted(console, lambda narrow: turn_table(rows, narrow=narrow, rewards=rewards)),
+        fit_table(console, lambda narrow: turn_table(rows, narrow=narrow, rewards=rewards)),
     ]
     parts += lineage_notes(rows)
     parts += [
@@ -333,8 +335,8 @@ def shown(
     ]
     figures = figures_of({"metrics": dict(trajectory.metrics)})
     parts += [] if figures is None else [Text(""), lineage_text(figures)]
-    parts += _facts_of_session(trajectory)
-    parts.append(Text(_legend(plain, tokenizer), style="dim"))
+    parts += _session_details(trajectory)
+    parts.append(Text(_legend_text(plain, tokenizer), style="dim"))
     for number, trace in enumerate(trajectory.traces):
         parts += [
             Text(f"\ntrace {number}: {', '.join(_facts(trace, trajectory.reward))}", style="bold"),
@@ -371,7 +373,7 @@ def _head(trajectory: Trajectory) -> Text:
     return head
 
 
-def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
+def _legend_text(plain: bool, tokenizer: Tokenizer | None) -> str:
     mark = "between « and »" if plain else "green"
     hint = "" if tokenizer is not None else "; tokens are shown as ids: give --model FOLDER to decode them"
     return f"\ntrainable tokens are {mark}{hint}"
@@ -380,7 +382,9 @@ def _legend(plain: bool, tokenizer: Tokenizer | None) -> str:
 def turn_table(
     rows: Sequence[TurnRow], *, narrow: bool = False, rewards: Mapping[int, float] | None = None
 ) -> Table:
-    """The turns: which turn each extends, why, and how it ended. `rewards`, if any, adds a column."""
+    """The table of turns: which turn each one extends, why, and how it ended. `rewards`, if any, adds a
+    column.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=narrow, padding=(0, 1))
     for name in (*COLUMNS, "reward") if rewards else COLUMNS:
         table.add_column(
@@ -401,8 +405,8 @@ def _reward(reward: float | None) -> str:
 
 
 def _cells(row: TurnRow, *, before: int) -> tuple[str, ...]:
-    """The cells of a row. `before`: tokens of its prompt that its parent has too. `matched` counts messages
-    of the request.
+    """The cells of a turn's row. `before`: the number of prompt tokens that the extended turn has too.
+    `matched`: the number of messages of the request that matched.
     """
     parent = "–" if row["parent"] is None else str(row["parent"])
     words = tuple(str(row[name]) for name in ("kind", "reason", "role", "state"))
@@ -427,7 +431,9 @@ def trace_text(trace: Trace, tokenizer: Tokenizer | None, *, plain: bool) -> Tex
     """
     text = Text()
     for trainable, words in _runs(trace, tokenizer):
-        text.append(f"«{words}»" if plain and trainable else words, style=TRAINABLE if trainable else CONTEXT)
+        text.append(
+            f"«{words}»" if plain and trainable else words, style=TRAINABLE_STYLE if trainable else CONTEXT
+        )
         text.append(" " if tokenizer is None else "")
     return text
 

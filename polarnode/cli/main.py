@@ -15,10 +15,10 @@ from polarnode.cli.file_commands import FILE_COMMANDS
 from polarnode.cli.fleet import fleet
 from polarnode.cli.image import image
 from polarnode.cli.options import (
-    as_exit,
+    command_exit,
     config_of,
-    existing_file,
-    existing_path,
+    existing_file_type,
+    existing_path_type,
     export_options,
     folder,
     log_option,
@@ -35,7 +35,7 @@ from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.spelling import nearest
 
-# modules of the packages of `polarnode[node]`
+# The modules of the packages in `polarnode[node]`.
 NODE_MODULES = frozenset(
     {"trio", "hypercorn", "quart", "quart_trio", "podman", "h11", "jinja2", "transformers", "tokenizers"}
     | {"rich", "cryptography", "prometheus_client", "fsspec", "psycopg", "yaml", "regex"}
@@ -43,8 +43,8 @@ NODE_MODULES = frozenset(
 
 
 class CommandGroup(click.Group):
-    """A group that prints an expected error as one sentence on stderr, a command without its packages too. A
-    bug still shows its traceback.
+    """A group that prints an expected error as one sentence on stderr, also if a command's packages are
+    missing. A bug still shows its traceback.
     """
 
     def resolve_command(
@@ -68,7 +68,7 @@ class CommandGroup(click.Group):
                 raise
             raise click.ClickException(NODE.format(missing=error.name)) from error
         except (PolarnodeError, KeyboardInterrupt, BaseExceptionGroup) as error:
-            expected = as_exit(error)
+            expected = command_exit(error)
             if expected is None:
                 raise
             raise expected from error
@@ -135,7 +135,7 @@ def main(ctx: click.Context, /, **params: Any) -> None:
 
 
 @main.command(short_help="Run tasks from start to end on a temporary node.")
-@click.argument("sources", nargs=-1, required=True, type=existing_path())
+@click.argument("sources", nargs=-1, required=True, type=existing_path_type())
 @node_options
 @source_options
 @click.option(
@@ -180,7 +180,7 @@ def run(
 
 
 @main.command(short_help="Show the tasks of a source, or write them as JSONL.")
-@click.argument("sources", nargs=-1, required=True, type=existing_path())
+@click.argument("sources", nargs=-1, required=True, type=existing_path_type())
 @source_options
 @click.option(
     "--out",
@@ -210,7 +210,7 @@ def convert(sources: tuple[Path, ...], out: Path | None, skip: bool, build: bool
 
 
 @main.command(short_help="Generate offline data: SFT conversations and token rows.")
-@click.argument("sources", nargs=-1, required=True, type=existing_path())
+@click.argument("sources", nargs=-1, required=True, type=existing_path_type())
 @node_options
 @source_options
 @click.option(
@@ -275,13 +275,15 @@ def generate(ctx: click.Context, /, sources: tuple[Path, ...], **params: Any) ->
     from polarnode.cli import generate as generating
 
     selection = take_sources(sources, params)
-    request = generating.request_of(selection, **{name: params.pop(name) for name in generating.OPTIONS})
+    request = generating.make_request(
+        selection, **{name: params.pop(name) for name in generating.REQUEST_OPTIONS}
+    )
     config = serving_config(merged_settings(ctx, params), hint="polarnode generate --cpu")
     sys.exit(generating.generate(config, request))
 
 
 @main.command(short_help="Submit tasks to a running node.")
-@click.argument("sources", nargs=-1, required=True, type=existing_path())
+@click.argument("sources", nargs=-1, required=True, type=existing_path_type())
 @source_options
 @node_address
 def submit(sources: tuple[Path, ...], url: str, token: str | None, **params: Any) -> None:
@@ -357,10 +359,10 @@ def export(output: Path | None, url: str, token: str | None, **query: Any) -> No
 @click.argument("sessions", nargs=-1, metavar="[SESSION]...")
 @click.option("--task", "task_id", help="The sessions of this task.")
 @click.option("--group", "group_id", help="The sessions of this group.")
-@click.option("--file", type=existing_file(), help="The sessions of this trajectories.jsonl.")
+@click.option("--file", type=existing_file_type(), help="The sessions of this trajectories.jsonl.")
 @click.option(
     "--evaluator",
-    type=existing_file(),
+    type=existing_file_type(),
     help="TOML file with an evaluator, or a task with one. [default: each task's own]",
 )
 @click.option("--reason", help="Returned with each reward.")
@@ -400,7 +402,7 @@ def evaluate(
 @click.option(
     "--from",
     "file",
-    type=existing_file(),
+    type=existing_file_type(),
     help="Read this trajectories.jsonl, not a node. SESSION may then be a prefix, or absent.",
 )
 @click.option("--model", type=folder(exists=True), help="Checkpoint whose tokenizer decodes the tokens.")
@@ -437,7 +439,7 @@ def inspect(
     if session is None:
         if file is None or as_json:
             raise click.UsageError("name a SESSION of the node, or give --from FILE to summarise a file")
-        inspection.summarise(file)
+        inspection.print_lineages(file)
         return
     source = file if file is not None else remote.RemoteNode(url=url, token=token)
     inspection.inspect(session, source, model, plain=plain, as_json=as_json)
@@ -463,9 +465,9 @@ def doctor(ctx: click.Context, /, as_json: bool, **params: Any) -> None:
 
     config = config_of(merged_settings(ctx, params))
     if config.runs_tasks:
-        with suppress(RuntimeFault):  # a finding tells what is missing
+        with suppress(RuntimeFault):  # a finding says what is missing
             enter_user_namespace()
-    sys.exit(examining.examine(config, as_json=as_json))
+    sys.exit(examining.run_doctor(config, as_json=as_json))
 
 
 @main.command(short_help="Make or upgrade the tables of the PostgreSQL that nodes share.")
@@ -473,7 +475,7 @@ def doctor(ctx: click.Context, /, as_json: bool, **params: Any) -> None:
 @click.option(
     "--from",
     "journal",
-    type=existing_path(),
+    type=existing_path_type(),
     metavar="STATE_DIR/journal.sqlite",
     help="Take what this journal of a stopped node has into a log that is empty.",
 )
@@ -500,7 +502,7 @@ def migrate(log: str | None, journal: Path | None) -> None:
     "--task-template",
     "template",
     required=True,
-    type=existing_file(),
+    type=existing_file_type(),
     help="Task in TOML, with the placeholders {{input}} and {{row.FIELD}}.",
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")

@@ -1,4 +1,6 @@
-"""`polarnode migrate`: the tables of a log of several nodes, and a lone node's journal into an empty log."""
+"""`polarnode migrate`: makes or updates the tables of a shared log, and copies a single node's journal into
+an empty log.
+"""
 
 import os
 from pathlib import Path

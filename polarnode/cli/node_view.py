@@ -1,7 +1,6 @@
 """What a running node does, as tables: its stages, engines, journal and consumers, its tasks, its weights.
 
-Invariant: what is shown is what the API answers, and `--json` prints the answer itself. Nothing is decided
-here.
+Invariant: this module shows only what the API answers and decides nothing; `--json` prints the answer itself.
 """
 
 import time
@@ -20,7 +19,7 @@ from polarnode.core import codec
 from polarnode.core.status import Consumer
 from polarnode.core.weights import PauseMode, WeightsStatus
 
-UPDATES = 10  # of the weights' history: the node keeps 100
+UPDATES = 10  # updates shown of the weights' history; the node keeps 100
 
 
 def _table(*columns: str, left: int = 1) -> Table:
@@ -66,7 +65,7 @@ def status(node: RemoteNode, *, as_json: bool) -> None:
         return
     open_console().print(status_view(found, client.consumers()))
     if found.get("nodes"):
-        from polarnode.cli.fleet_run import nodes_table  # of `polarnode[node]`
+        from polarnode.cli.fleet_run import nodes_table  # part of `polarnode[node]`
 
         open_console().print(nodes_table(found["nodes"]))
 
@@ -80,14 +79,14 @@ def status_view(found: Mapping[str, Any], consumers: tuple[Consumer, ...]) -> Re
     )
     parts: list[RenderableType] = [Text(harmless(head), style="bold")]
     parts += [Text(harmless(each), style="yellow") for each in warnings(found)]
-    parts += [Text(""), _stages(scheduler["stages"]), Text(""), _engines(found["engine"])]
+    parts += [Text(""), _stage_table(scheduler["stages"]), Text(""), _engines(found["engine"])]
     parts += [Text(harmless(each)) for each in _lines(found)]
     if consumers:
         parts += [Text(""), consumers_table(consumers)]
     return Group(*parts)
 
 
-def _stages(stages: Mapping[str, Any]) -> Table:
+def _stage_table(stages: Mapping[str, Any]) -> Table:
     table = _table("stage", "inside", "limit", "waiting")
     for name, each in stages.items():
         table.add_row(name, *(str(each[field]) for field in ("inside", "limit", "waiting")))
@@ -117,7 +116,7 @@ def _engines(engine: Mapping[str, Any]) -> Table:
 
 
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
-    """What has no table: the journal, what waits, and how late the event loop is."""
+    """The lines below the tables: the journal, what waits, and how late the event loop is."""
     journal = found["journal"]
     yield (
         f"\njournal: event {journal['last_seq']}, {_size(journal['stored_bytes'])} of at most"
@@ -141,7 +140,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def warnings(found: Mapping[str, Any]) -> Iterator[str]:
-    """What an operator should look at, a sentence each."""
+    """The conditions that an operator should look at, one sentence each."""
     if held := found["weights"]["paused"]:
         yield f"generation is held ({held}): polarnode resume"
     if found["scheduler"]["stopping"]:
@@ -164,7 +163,7 @@ def warnings(found: Mapping[str, Any]) -> Iterator[str]:
 
 def tasks(node: RemoteNode, *, limit: int, before: str | None, as_json: bool) -> None:
     """Print the newest tasks."""
-    # one more tells whether there are more
+    # One more than the limit is asked for, to know whether there are more.
     found = node.client().tasks(limit=limit if as_json else limit + 1, before=before)
     if as_json:
         print_json({"tasks": found})
@@ -253,7 +252,7 @@ def _print_weights(found: WeightsStatus, *, as_json: bool) -> None:
 
 
 def consumers(node: RemoteNode, *, forget: str | None, as_json: bool) -> None:
-    """Print the consumers, without the one to forget."""
+    """Print the consumers, after forgetting one if it is named."""
     client = node.client()
     if forget is not None:
         client.forget_consumer(forget)
@@ -267,7 +266,7 @@ def consumers(node: RemoteNode, *, forget: str | None, as_json: bool) -> None:
 
 
 def consumers_table(found: tuple[Consumer, ...]) -> Table:
-    """How far behind each consumer is: those with the most events first."""
+    """A table of how far behind each consumer is, with those that have the most events waiting first."""
     table, now = _table("consumer", "behind", "bytes", "missed", "streams", "last seen"), time.time()
     ordered = sorted(found, key=lambda each: -each.behind_events)
     shown, more = bounded(ordered)
@@ -283,11 +282,13 @@ def consumers_table(found: tuple[Consumer, ...]) -> Table:
 
 # ── logs ──────────────────────────────────────────────────────────────────────
 
-FOLLOW_S = 0.5  # between two looks at a log: as quick as tail -f, and one small request
+FOLLOW_INTERVAL_S = 0.5  # between two reads of a log: as quick as tail -f, and one small request
 
 
 def logs(target: str | None, node: RemoteNode, *, follow: bool, tail: int, as_json: bool) -> None:
-    """Print the end of a log, or the names of the node's logs; with `follow` what comes after it too."""
+    """Print the end of a log, or the names of the node's logs. With `follow`, lines that are added are
+    printed too.
+    """
     client = node.client()
     names = client.node_logs()
     if target is None:
@@ -312,7 +313,7 @@ def logs(target: str | None, node: RemoteNode, *, follow: bool, tail: int, as_js
         if not follow or (piece.ended and piece.next_offset >= piece.size):
             break
         if piece.next_offset >= piece.size:
-            time.sleep(FOLLOW_S)
+            time.sleep(FOLLOW_INTERVAL_S)
         piece = read(target, offset=piece.next_offset)
     if piece.text and not piece.text.endswith("\n"):
         click.echo()

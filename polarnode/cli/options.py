@@ -18,7 +18,13 @@ from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, EngineError, PolarnodeError, Refused, boundary
 from polarnode.node.config import NodeConfig
-from polarnode.node.config_sources import as_written, parse_gpus, read_config, unknown_variables, written
+from polarnode.node.config_sources import (
+    as_written,
+    names_as_written,
+    parse_gpus,
+    read_config,
+    unknown_variables,
+)
 from polarnode.sources.values import KINDS, Overrides
 
 if TYPE_CHECKING:
@@ -27,12 +33,12 @@ if TYPE_CHECKING:
 # ── options ───────────────────────────────────────────────────────────────────
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-WRITTEN = "polarnode.written"  # in a context's `meta`: how the command's settings were written
+WRITTEN = "polarnode.written"  # key in a context's `meta`: how the command's settings were written
 DEFAULT_URL = "http://127.0.0.1:8080"
-SAMPLES = click.IntRange(min=1, max=4096)  # the limit of the task itself
+SAMPLES = click.IntRange(min=1, max=4096)  # the same limit as in a task
 SOURCE_OPTIONS = ("kind", "harness", "samples", "over", "only", "limit", "split", "image_template")
 ENGINE_ARG = "An argument of SGLang, such as attention_backend=triton; repeatable."
-CONVERTED = (
+CONVERTED_FLAGS = (
     "config_file",
     "gpus",
     "import_paths",
@@ -41,20 +47,20 @@ CONVERTED = (
     "adapters",
     "engine_args",
     "labels",
-)  # flags whose form differs from the config's field
+)  # flags whose form differs from their config field
 
 
-def existing_file() -> click.Path:
+def existing_file_type() -> click.Path:
     """The type of an existing file."""
     return click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 def folder(*, exists: bool = False) -> click.Path:
-    """The type of a folder, which has to exist or not."""
+    """The type of a folder; the argument says whether it must exist."""
     return click.Path(exists=exists, file_okay=False, path_type=Path)
 
 
-def existing_path() -> click.Path:
+def existing_path_type() -> click.Path:
     """The type of an existing file or folder."""
     return click.Path(exists=True, path_type=Path)
 
@@ -83,7 +89,7 @@ def node_options(command: Command) -> Command:
         click.option(
             "--config",
             "config_file",
-            type=existing_file(),
+            type=existing_file_type(),
             help="TOML file with settings; docs/api.md lists them.",
         ),
         click.option("--gpus", help="GPUs, such as 0-7, 0 or 0,2. One engine per GPU, or per --tp GPUs."),
@@ -140,7 +146,7 @@ def node_options(command: Command) -> Command:
 
 
 def log_option(command: Command) -> Command:
-    """The log that nodes share."""
+    """The option for the log that nodes share."""
     return click.option(
         "--log",
         metavar="@FILE|DSN",
@@ -160,7 +166,7 @@ def source_options(command: Command) -> Command:
         click.option(
             "--override",
             "over",
-            type=existing_file(),
+            type=existing_file_type(),
             help="TOML file with part of a task (budgets, runtime, sampling), merged over each task.",
         ),
         renamed("--with", "--override"),
@@ -180,12 +186,12 @@ def source_options(command: Command) -> Command:
 def take_sources(paths: tuple[Path, ...], params: dict[str, Any]) -> "SourceSelection":
     """The sources of a command. Removes their options from `params`; the rest are the node's settings."""
     from polarnode.cli.sources import SourceSelection
-    from polarnode.sources.reading import task_value
+    from polarnode.sources.reading import read_task_toml
 
     options = {name: params.pop(name, None) for name in SOURCE_OPTIONS}
     over = options.pop("over")
     kind = options.pop("kind")
-    overrides = Overrides(over={} if over is None else task_value(over), **options)
+    overrides = Overrides(over={} if over is None else read_task_toml(over), **options)
     return SourceSelection(paths=paths, kind=kind, overrides=overrides)
 
 
@@ -259,7 +265,7 @@ def merged_settings(ctx: click.Context, params: Mapping[str, Any]) -> dict[str, 
 def config_of(params: Mapping[str, Any]) -> NodeConfig:
     """The node's config: flags over POLARNODE_* variables over the file."""
     flags: dict[str, Json] = {
-        name: value for name, value in params.items() if name not in CONVERTED and value is not None
+        name: value for name, value in params.items() if name not in CONVERTED_FLAGS and value is not None
     }
     if params.get("gpus") is not None:
         # --gpus and --cpu exclude each other: a flag also resets the other one where the file sets it
@@ -283,7 +289,7 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
         toml = None if file is None else file.read_text()
     context = click.get_current_context(silent=True)
     if context is not None:
-        context.meta[WRITTEN] = written(toml=toml, environment=os.environ, flags=flags)
+        context.meta[WRITTEN] = names_as_written(toml=toml, environment=os.environ, flags=flags)
     config = read_config(toml=toml, environment=os.environ, flags=flags)
     for unknown in unknown_variables(os.environ, config):
         click.echo(f"warning: {unknown}", err=True)
@@ -293,7 +299,9 @@ def config_of(params: Mapping[str, Any]) -> NodeConfig:
 
 
 def _engine_argument(text: str) -> tuple[str, Json]:
-    """NAME=VALUE: the name as SGLang or its command line writes it, the value as in TOML, else a text."""
+    """Read NAME=VALUE: the name as SGLang or its command line writes it, the value as TOML, or as text if it
+    is not TOML.
+    """
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise ConfigError(f"--engine-arg {text}: write it as NAME=VALUE, such as attention_backend=triton")
@@ -305,8 +313,8 @@ def _engine_argument(text: str) -> tuple[str, Json]:
 
 
 def log_dsn(given: str) -> str:
-    """The DSN that `--log` names: the text of @FILE, or itself where it has no password, because command
-    lines are visible to others. It is never part of a message.
+    """The DSN that `--log` gives: the text of @FILE, or the value itself if it has no password, because other
+    users can see command lines. The DSN is never part of a message.
     """
     if given.startswith("@"):
         with boundary(ConfigError, f"--log {given} cannot be read"):
@@ -330,8 +338,8 @@ def _warn_if_readable(file: Path) -> None:
 
 
 def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
-    """The config of a node that is about to start, as root of a user namespace at least. Refused unless it
-    names where the model runs.
+    """The config of a node that is about to start, as root of a user namespace at least. Refused if it does
+    not say where the model runs.
     """
     config = config_of(params)
     if config.runs_tasks:
@@ -343,7 +351,7 @@ def serving_config(params: Mapping[str, Any], *, hint: str) -> NodeConfig:
 
 # ── errors ────────────────────────────────────────────────────────────────────
 
-EXIT_INTERRUPTED = 130  # the exit code a shell gives a program that SIGINT ended
+EXIT_INTERRUPTED = 130  # the exit code that a shell gives a program ended by SIGINT
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
@@ -356,7 +364,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_bug(error: BaseException) -> bool:
-    """Whether it holds an error that is not an expected one."""
+    """Whether an error is, or contains, one that is not expected."""
     return any(not isinstance(leaf, PolarnodeError | KeyboardInterrupt) for leaf in leaves(error))
 
 
@@ -370,14 +378,14 @@ def sentence(error: PolarnodeError) -> str:
     return f"{error} (at {error.path})" if isinstance(error, Refused) and error.path else str(error)
 
 
-def names_written() -> Mapping[str, str]:
-    """How the settings of the command that runs were written."""
+def setting_names() -> Mapping[str, str]:
+    """How the user wrote the settings of the running command."""
     context = click.get_current_context(silent=True)
     found: Mapping[str, str] = {} if context is None else context.meta.get(WRITTEN, {})
     return found
 
 
-def as_exit(error: BaseException) -> click.ClickException | Exit | None:
+def command_exit(error: BaseException) -> click.ClickException | Exit | None:
     """The exit for an error: code 130 when interrupted, else code 1 with each distinct sentence, which names
     settings as the command's user wrote them; None for a bug.
     """
@@ -385,7 +393,7 @@ def as_exit(error: BaseException) -> click.ClickException | Exit | None:
         return None
     if interrupted(error):
         return Exit(EXIT_INTERRUPTED)
-    names = names_written()
+    names = setting_names()
     sentences = dict.fromkeys(
         as_written(sentence(leaf), names) if isinstance(leaf, ConfigError | EngineError) else sentence(leaf)
         for leaf in leaves(error)

@@ -1,6 +1,6 @@
 """What the commands print: consoles, escaped text, and the tables of sessions and trajectories.
 
-Output may hold anything a model or a harness wrote. Invariant: nothing is read as markup, and no control
+Output may contain any text of a model or a harness. Invariant: nothing is read as markup, and no control
 character reaches the terminal. Numbers are never folded or cut: where a table is too wide for its terminal,
 ids are shortened and names fold.
 """
@@ -26,10 +26,10 @@ V = TypeVar("V")
 
 # ── console ───────────────────────────────────────────────────────────────────
 
-# columns where stdout is no terminal: no line is folded, so that grep and cut work on the output
+# The columns if stdout is not a terminal. No line is folded, so that grep and cut work on the output.
 PLAIN_WIDTH = 4096
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # all but tab and line feed
-CONTROLS_8_BIT = re.compile(r"[\x80-\x9f]")
+CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")  # all control characters but tab and line feed
+CONTROL_CHARS_8_BIT = re.compile(r"[\x80-\x9f]")
 
 
 class _SafeConsole(Console):
@@ -52,10 +52,10 @@ def open_console(*, stderr: bool = False) -> Console:
     )
 
 
-def fitted(console: Console, make: Callable[[bool], Table]) -> Table:
+def fit_table(console: Console, make: Callable[[bool], Table]) -> Table:
     """The table `make(narrow=False)` if the console is wide enough for it, else `make(narrow=True)`."""
     whole = make(False)
-    # measured without the limit of the console's own width
+    # The table is measured without the limit of the console's own width.
     needed = console.measure(whole, options=console.options.update_width(PLAIN_WIDTH)).maximum
     return whole if needed <= console.width else make(True)
 
@@ -64,8 +64,8 @@ def harmless(text: str) -> str:
     """`text` with its control characters replaced by visible symbols, so that it cannot control the
     terminal.
     """
-    shown = CONTROLS.sub(lambda found: "␡" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
-    return CONTROLS_8_BIT.sub("\ufffd", shown)
+    shown = CONTROL_CHARS.sub(lambda found: "␡" if found[0] == "\x7f" else chr(0x2400 + ord(found[0])), text)
+    return CONTROL_CHARS_8_BIT.sub("\ufffd", shown)
 
 
 # ── tables ────────────────────────────────────────────────────────────
@@ -78,8 +78,8 @@ OUTCOME_STYLE = {
     "interrupted": "yellow",
     "error": "red",
 }
-MOST_ROWS = 50  # of a table: a screen or two, whatever a task's number of samples
-SHORT_ID = 8  # characters of an id on a narrow terminal; more where two sessions share them
+MAX_ROWS = 50  # rows of a table: a screen or two, however many samples a task has
+SHORT_ID_CHARS = 8  # characters of an id on a narrow terminal; more where two sessions share them
 NAMES = ("session", "harness", "outcome")
 FIGURES = ("reward", "turns", "traces", "sampled tokens", "trainable", "merged ratio")
 
@@ -111,23 +111,23 @@ def live_table(sessions: Sequence["LiveSessionStatus"], *, rows: int) -> Table:
 
 
 def bounded(rows: Sequence[V], *, more: str = "") -> tuple[Sequence[V], tuple[str, ...]]:
-    """The first MOST_ROWS of a table's rows, and a line that counts the others, if there are any; `more` says
-    where they are.
+    """The first MAX_ROWS rows of a table, and a line that counts the others, if any; `more` says where to
+    find them.
     """
-    left = len(rows) - MOST_ROWS
-    # one more row is as long as the line that would count it
-    return (rows, ()) if left <= 1 else (rows[:MOST_ROWS], (f"… {left} more{more}",))
+    left = len(rows) - MAX_ROWS
+    # One more row takes no more space than the line that would count it.
+    return (rows, ()) if left <= 1 else (rows[:MAX_ROWS], (f"… {left} more{more}",))
 
 
 def result_table(trajectories: Sequence[Trajectory], *, narrow: bool = False) -> Table:
-    """A row for each trajectory, of MOST_ROWS of them: those that did not complete come first where there are
-    more.
+    """A table with a row for each trajectory, at most MAX_ROWS. If there are more, those that did not
+    complete come first.
     """
     table = _table(NAMES, FIGURES, narrow=narrow)
     if len(bounded(trajectories)[0]) < len(trajectories):
         trajectories = sorted(trajectories, key=lambda each: each.outcome.status == "completed")
     shown, more = bounded(trajectories)
-    length = _distinct([each.session_id for each in shown]) if narrow else None
+    length = _distinct_length([each.session_id for each in shown]) if narrow else None
     for trajectory in shown:
         table.add_row(
             harmless(trajectory.session_id)[:length],
@@ -151,19 +151,21 @@ def outcome_text(status: str) -> Text:
 
 
 def reward_text(reward: float | None, none: str = "–") -> str:
-    """A reward in up to six digits; `none` where there is none."""
+    """A reward in up to six digits; `none` if there is none."""
     return none if reward is None else f"{reward:g}"
 
 
 def fork_text(fork: ForkedFrom) -> str:
-    """Where a fork began: its parent, the turn, how, and where it left the record earlier and why."""
+    """Where a fork began: its parent, the turn and the way; and, if it left the record before that turn,
+    where and why.
+    """
     differs = f", in another state from turn {fork.got} on: {fork.differs}" if fork.differs else ""
     return f"{fork.session_id} before turn {fork.turn} by {fork.by}{differs}"
 
 
 def left_out_tokens(trajectory: Trajectory | None) -> dict[str, Json]:
-    """The sampled tokens that no row of a session trains, by reason. Empty where all are trained, or where an
-    older node did not count.
+    """The sampled tokens that no row of a session trains, by reason. Empty if all are trained, or if an older
+    node did not count them.
     """
     figures = None if trajectory is None else trajectory.metrics.get("lineage")
     tokens = figures.get("left_out_tokens") if isinstance(figures, dict) else None
@@ -189,7 +191,7 @@ def summary(trajectories: Sequence[Trajectory]) -> str:
     )
 
 
-# what Podman adds behind the reason why a program could not be started
+# Podman adds this after the reason why a program could not be started.
 PODMANS_OWN: Final = "Error: read unixpacket @->"
 
 
@@ -225,13 +227,13 @@ def why(outcome: Outcome) -> str:
     return harmless(" ".join(filter(None, parts)))
 
 
-def _distinct(ids: Sequence[str]) -> int:
+def _distinct_length(ids: Sequence[str]) -> int:
     """The length of the shortest prefix by which these ids differ."""
-    longest = max(map(len, ids), default=SHORT_ID)
+    longest = max(map(len, ids), default=SHORT_ID_CHARS)
     return next(
         (
             length
-            for length in range(SHORT_ID, longest)
+            for length in range(SHORT_ID_CHARS, longest)
             if len({each[:length] for each in ids}) == len(set(ids))
         ),
         longest,

@@ -1,4 +1,4 @@
-"""Progress of steps that take long: an engine that starts, an image that is built."""
+"""The progress of long steps, such as the start of an engine or the build of an image."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from attrs import define, field
 from rich.console import Console
 from rich.status import Status
 
-TICK_S = 1.0  # between two updates of the seconds on a terminal
-PLAIN_S = 15.0  # between two lines where there is no terminal
+TICK_S = 1.0  # between two updates of the elapsed seconds on a terminal
+PLAIN_S = 15.0  # between two lines without a terminal
 
 
 @define(eq=False)
 class Steps:
-    """Prints each step as it begins by `write`, and the seconds it takes: beside a spinner on the terminal of
-    `console`, else a line from time to time. `hint` says where to read more.
+    """Prints each step with `write` when it begins, and the seconds that it takes: beside a spinner if
+    `console` is a terminal, else in a line from time to time. `hint` says where to read more.
     """
 
     write: Callable[[str], None]
@@ -27,18 +27,18 @@ class Steps:
     _over: bool = field(default=False, init=False)
 
     def report(self, text: str) -> None:
-        """Begin a step. After `end` it is only printed."""
+        """Begin a step. After `end`, a step is only printed."""
         self.write(text)
         if not self._over:
             self._text = text
             self._began = self._written = trio.current_time()
 
     def now(self) -> tuple[str, float]:
-        """The current step, "" before the first, and its seconds so far."""
+        """The current step and its seconds so far; the step is "" before the first one."""
         return self._text, trio.current_time() - self._began if self._text else 0.0
 
     def end(self) -> None:
-        """Show no more seconds."""
+        """Stop showing seconds."""
         self._over = True
         self._clear()
 
@@ -47,11 +47,11 @@ class Steps:
         try:
             while not self._over:
                 await trio.sleep(TICK_S)
-                self._tick(trio.current_time())
+                self._update_seconds(trio.current_time())
         finally:
             self._clear()
 
-    def _tick(self, now: float) -> None:
+    def _update_seconds(self, now: float) -> None:
         if self._over or not self._text:
             return
         line = f"{self._text}: {now - self._began:.0f} s so far{self.hint and f' ({self.hint})'}"

@@ -1,5 +1,5 @@
-"""Commands that read files alone: `merge` makes training rows of recorded calls, `replay` turns of recorded
-requests, or compares two recordings, and `check` verifies a journal.
+"""The work of the commands that read only files: `merge` makes training rows from recorded calls, `replay`
+makes turns from recorded requests or compares two recordings, and `check` verifies a journal.
 
 `merge` writes rows to a file or stdout, and each bad line to stderr where it is read. `replay` plans each
 request as a live session would; every folder with requests is one session. Invariant: stdout carries nothing
@@ -19,7 +19,7 @@ from attrs import asdict
 from rich.console import Console
 from rich.table import Table
 
-from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.output import fit_table, harmless, open_console
 from polarnode.cli.remote import trajectory_lines
 from polarnode.cli.sources import written_whole
 from polarnode.core.codec import read_trajectory
@@ -32,8 +32,8 @@ from polarnode.gateway.recorded_difference import (
     compare_tokens,
     token_prompts,
 )
-from polarnode.gateway.recorded_request import Recorded, read_recorded
-from polarnode.gateway.replay import Line, Totals, added, replay_session, total
+from polarnode.gateway.recorded_request import RecordedRequest, read_recorded
+from polarnode.gateway.replay import Line, ReplayTotals, added, replay_session, total
 from polarnode.journal.check import check_journal
 from polarnode.merge.token_forest import Counts, Sessions
 from polarnode.node.config import TINY_MODEL
@@ -102,11 +102,11 @@ def _merge_summary(counts: Counts) -> str:
 
 # ── replay ────────────────────────────────────────────────────────────────────
 
-_REQUEST: Final = re.compile(r"(?P<name>.*)request\.json", re.IGNORECASE)
-_NUMBER: Final = re.compile(r"(\d+)")
+_REQUEST_FILE: Final = re.compile(r"(?P<name>.*)request\.json", re.IGNORECASE)
+_NUMBER_PATTERN: Final = re.compile(r"(\d+)")
 FIGURES: Final = ("lineage", "prompt", "new")
 NAME_A_FOLDER: Final = "name a folder with NN-request.json files, directly or in sub-folders"
-NAMED: Final = 6  # sessions that a refusal names
+NAMED: Final = 6  # the most sessions that a refusal names
 COLUMNS: Final = ("file", "provider", "kind", "parent", "lineage", "reason", "role", "prompt", "new", "error")
 
 
@@ -127,7 +127,7 @@ def replay(folder: Path, tokenizer: Path | None, *, as_json: bool) -> int:
     return 1 if any(each.errors for each in totals) else 0
 
 
-def against(one: Path, other: Path, tokenizer: Path | None, *, as_json: bool) -> int:
+def compare_recordings(one: Path, other: Path, tokenizer: Path | None, *, as_json: bool) -> int:
     """Compare the sessions of two folders, or of two files of trajectories; returns the exit code, 1 when a
     prompt differs or a request is refused.
     """
@@ -156,7 +156,7 @@ def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, Prompt
     for place, sessions in ((one, left), (other, right)):
         if not sessions:
             raise Refused(f"{place} has no recorded requests: {NAME_A_FOLDER}")
-    for name, other_name in _paired(one, other, list(left), list(right)):
+    for name, other_name in _pair_sessions(one, other, list(left), list(right)):
         found = compare_sessions(_read(one, left[name]), _read(other, right[other_name]))
         yield name, other_name, found
 
@@ -164,17 +164,17 @@ def _compared_folders(one: Path, other: Path) -> Iterator[tuple[str, str, Prompt
 def _compared_files(
     one: Path, other: Path, tokenizer: Path | None
 ) -> Iterator[tuple[str, str, PromptComparison]]:
-    left, right = (_prompts_of(file) for file in (one, other))
+    left, right = (_session_prompts(file) for file in (one, other))
     token_bytes = None if tokenizer is None else load_tokenizer(tokenizer).token_bytes
 
     def text(ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if token_bytes is None else text_of(ids, token_bytes)
 
-    for name, other_name in _paired(one, other, list(left), list(right)):
+    for name, other_name in _pair_sessions(one, other, list(left), list(right)):
         yield name, other_name, compare_tokens(left[name], right[other_name], text)
 
 
-def _prompts_of(file: Path) -> dict[str, list[TokenPrompt]]:
+def _session_prompts(file: Path) -> dict[str, list[TokenPrompt]]:
     """The prompts of each session of a file, as one row of ids for each of its traces."""
     trajectories = map(read_trajectory, trajectory_lines(file))
     found = {each.session_id: token_prompts(each) for each in trajectories}
@@ -183,8 +183,10 @@ def _prompts_of(file: Path) -> dict[str, list[TokenPrompt]]:
     return found
 
 
-def _paired(one: Path, other: Path, left: Sequence[str], right: Sequence[str]) -> list[tuple[str, str]]:
-    """The sessions that are compared: those of the same name, or the only ones."""
+def _pair_sessions(
+    one: Path, other: Path, left: Sequence[str], right: Sequence[str]
+) -> list[tuple[str, str]]:
+    """The pairs of sessions to compare: those of the same name, or the only one on each side."""
     if len(left) == len(right) == 1:
         return [(left[0], right[0])]
     alone = sorted({*left} ^ {*right})
@@ -197,7 +199,7 @@ def _paired(one: Path, other: Path, left: Sequence[str], right: Sequence[str]) -
 
 
 def _shown(found: PromptComparison) -> Iterator[str]:
-    """Lines for a reader. Texts are JSON strings, so that blanks and line ends can be seen."""
+    """The lines to print for a person. Texts are JSON strings, so that blanks and line ends are visible."""
     there = (
         "" if found.requests == found.against_requests else f"; OTHER has {found.against_requests} requests"
     )
@@ -224,21 +226,23 @@ def _sessions(folder: Path) -> list[tuple[str, list[Path]]]:
     """Each folder that holds requests, with those requests; both in natural order."""
     found = []
     for place, _, names in walk(folder, followlinks=False):
-        files = sorted((Path(place) / name for name in names if _REQUEST.fullmatch(name)), key=_natural)
+        files = sorted(
+            (Path(place) / name for name in names if _REQUEST_FILE.fullmatch(name)), key=_natural_key
+        )
         if files:
             at_top = Path(place) == folder
             name = folder.resolve().name if at_top else Path(place).relative_to(folder).as_posix()
             found.append((name, files))
-    return sorted(found, key=lambda session: _natural(Path(session[0])))
+    return sorted(found, key=lambda session: _natural_key(Path(session[0])))
 
 
-def _natural(path: Path) -> list[tuple[bool, int, str]]:
+def _natural_key(path: Path) -> list[tuple[bool, int, str]]:
     """A sort key by which `9-request.json` comes before `10-request.json`."""
-    parts = _NUMBER.split(path.as_posix())
+    parts = _NUMBER_PATTERN.split(path.as_posix())
     return [(bool(place % 2), int(part) if place % 2 else 0, part) for place, part in enumerate(parts)]
 
 
-def _read(folder: Path, files: Sequence[Path]) -> list[Recorded]:
+def _read(folder: Path, files: Sequence[Path]) -> list[RecordedRequest]:
     return [
         read_recorded(
             file.relative_to(folder).as_posix(), _content(file), NoMemory(), response=_response(file)
@@ -255,7 +259,7 @@ def _content(file: Path) -> bytes:
 
 
 def _response(file: Path) -> bytes | None:
-    found = _REQUEST.fullmatch(file.name)
+    found = _REQUEST_FILE.fullmatch(file.name)
     beside = file.with_name(f"{found['name']}response.txt") if found else file
     return _content(beside) if beside != file and beside.is_file() else None
 
@@ -268,7 +272,7 @@ def _print_json(lines: Sequence[Line]) -> None:
 
 def _print_table(session: str, lines: Sequence[Line], console: Console) -> None:
     console.print(f"\nsession {harmless(session)}", style="bold")
-    console.print(fitted(console, lambda narrow: _table(lines, narrow=narrow)))
+    console.print(fit_table(console, lambda narrow: _table(lines, narrow=narrow)))
 
 
 def _table(lines: Sequence[Line], *, narrow: bool) -> Table:
@@ -304,11 +308,11 @@ def _cells(line: Line) -> Iterator[str]:
 
 def _short(file: str) -> str:
     """The part of a file's name that differs within a session."""
-    found = _REQUEST.fullmatch(Path(file).name)
+    found = _REQUEST_FILE.fullmatch(Path(file).name)
     return (found["name"] if found else "").rstrip("-_.") or Path(file).name
 
 
-def _replay_summary(session: str, totals: Totals) -> str:
+def _replay_summary(session: str, totals: ReplayTotals) -> str:
     return (
         f"{harmless(session)}: {totals.requests} requests, {totals.turns} turns in {totals.lineages} lineages"
         f" ({totals.main_lineages} main); {totals.prompt_tokens} prompt tokens, {totals.new_tokens} of them"

@@ -30,10 +30,12 @@ from polarnode.node.config import NodeConfig
 from polarnode.sources.values import SourcedTask
 
 Query = Mapping[str, Any]
-LINES = {"sft": "conversations", "rewards": "rewards"}  # of an export, by its kind
+# The names of the lines of an export, by its format or kind.
+LINES = {"sft": "conversations", "rewards": "rewards"}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# between two questions to a node that starts, which takes from seconds to minutes, and between two lines
-STARTED_S, SAID_S = 1.0, 15.0
+# Seconds between two requests to a node that is starting, which takes seconds to minutes, and between two
+# lines of output.
+STARTED_S, START_NOTICE_S = 1.0, 15.0
 
 
 @frozen(kw_only=True)
@@ -52,13 +54,15 @@ class RemoteNode:
         return PolarnodeClient(self.url, token=self.token, patience_s=patience_s)
 
     def wait_started(self) -> None:
-        """Wait for a node that starts, and say so. Raises Unreachable at once for one that is not there."""
+        """Wait for a node that is starting, and print that. Raises Unreachable at once if there is no
+        node.
+        """
         said = -math.inf
         while True:
             try:
                 self.client().status()
             except NodeStarts as starting:
-                if time.monotonic() - said >= SAID_S:
+                if time.monotonic() - said >= START_NOTICE_S:
                     said = time.monotonic()
                     click.echo(f"· waiting: {harmless(str(starting))}", err=True)
                 time.sleep(STARTED_S)
@@ -80,7 +84,7 @@ def submit(sources: SourceSelection, node: RemoteNode, config: NodeConfig) -> No
         build_images(tasks, config, report=lambda text: click.echo(f"· {harmless(text)}", err=True))
     else:
         _list_images(tasks)
-    submitted = [_submitted(task, node) for task in tasks]
+    submitted = [_submit_task(task, node) for task in tasks]
     sessions = sum(len(each.session_ids) for each in submitted)
     existing = sum(not each.created for each in submitted)
     was = (
@@ -114,7 +118,7 @@ def fork(
     )
 
 
-def _submitted(task: SourcedTask, node: RemoteNode) -> Submitted:
+def _submit_task(task: SourcedTask, node: RemoteNode) -> Submitted:
     submitted = node.client().submit(task.spec)
     click.echo(harmless(submitted.task_id))
     return submitted
@@ -133,7 +137,7 @@ def export(query: Query, output: Path | None, node: RemoteNode) -> None:
     """Write the finished trajectories as the node sends them; a file is replaced when it is complete."""
     lines = 0
     if query.get("task_id") is not None:
-        node.client().task(query["task_id"])  # an unknown one is refused, and not an empty file
+        node.client().task(query["task_id"])  # an unknown task is refused, instead of giving an empty file
     pieces = node.client().export_bytes(**query)
     next(pieces)  # the node accepted the request; if it refuses, an existing file stays as it is
     with written_whole(output) if output is not None else nullcontext[BinaryIO](sys.stdout.buffer) as out:
@@ -160,7 +164,7 @@ def trajectory_lines(file: Path) -> Iterator[dict[str, Any]]:
             fault = str(refused).replace("the body", "it")
             raise Refused(f"line {number} of {file}: {fault}; give a trajectories.jsonl") from refused
         if isinstance(value, dict) and value.keys() == {"unreadable"}:
-            continue  # an export has it in place of a trajectory that is damaged
+            continue  # such a line stands in place of a damaged trajectory
         if not isinstance(value, dict) or not isinstance(value.get("session_id"), str):
             raise Refused(f"line {number} of {file} is no trajectory: give a trajectories.jsonl")
         yield value
@@ -178,12 +182,12 @@ def evaluate(
     as_json: bool,
     named: Mapping[str, Any],
 ) -> int:
-    """Evaluate finished sessions again and print what each was given; returns the exit code, 1 where one was
-    given nothing.
+    """Evaluate finished sessions again and print their rewards; returns the exit code, 1 if a session got no
+    reward.
     """
     listed = () if file is None else tuple(str(value.get("session_id")) for value in trajectory_lines(file))
     spec = None
-    if evaluator is not None:  # its fields, or a task's table of them
+    if evaluator is not None:  # the evaluator's fields, or a task's table of them
         value = codec.read_toml_value(evaluator.read_text())
         spec = codec.structure(value.get("evaluator", value), EvaluatorSpec, forbid_extra=True)
     begun = node.client().evaluate(*sessions, *listed, evaluator=spec, **named)

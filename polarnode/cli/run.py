@@ -21,14 +21,14 @@ from rich.text import Text
 from polarnode import harnesses
 from polarnode.cli import output
 from polarnode.cli.options import EXIT_INTERRUPTED, interrupted
-from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.output import fit_table, harmless, open_console
 from polarnode.cli.progress import Steps
 from polarnode.cli.sources import (
     SourceSelection,
     build_images,
     checked,
-    insist_images,
     note_lines,
+    require_images,
     written_whole,
 )
 from polarnode.cli.stopping import StopRequest, stop_on_signals
@@ -38,7 +38,7 @@ from polarnode.core.errors import ConfigError, Refused, RuntimeFault, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
-from polarnode.journal.damage import encoded
+from polarnode.journal.damage import encode_trajectory
 from polarnode.merge.trajectory import violated_invariant
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig
@@ -60,8 +60,8 @@ async def on_own_node(
     *,
     specs: Iterable[TaskSpec] = (),
 ) -> ResultT | None:
-    """Open a node, await `work(node, stop)` on it and return its result; None when stopped before the node
-    was open. The images of `specs` are built beside the engine's start.
+    """Open a node, await `work(node, stop)` on it and return its result; None if stopped before the node was
+    open. The images of `specs` are built while the engine starts.
     """
     result: ResultT | None = None
     async with trio.open_nursery() as nursery:
@@ -77,7 +77,7 @@ async def on_own_node(
             report=lambda text: console.print(f"· {text}", style="dim"),
         )
         nursery.start_soon(_build_beside, images, image_names(specs, config))
-        # a run's journal is its own and holds all of it: whatever log other nodes share, it is not this one's
+        # A run has its own journal, which holds all of it, so a log that other nodes share is not used.
         alone = evolve(config, log=None)
         async with open_node(alone, report=steps.report, images=images) as node:
             steps.end()
@@ -93,8 +93,8 @@ def image_names(specs: Iterable[TaskSpec], config: NodeConfig) -> list[str]:
 
 
 async def _build_beside(images: Images, names: Sequence[str]) -> None:
-    """Build what is missing while the engine starts. A session that needs it tries again, and says why it
-    failed.
+    """Build missing images while the engine starts. If a build fails, a session that needs the image builds
+    it again and reports why it failed.
     """
     for name in names:
         with suppress(RuntimeFault, Refused):
@@ -103,12 +103,13 @@ async def _build_beside(images: Images, names: Sequence[str]) -> None:
 
 # ── run ───────────────────────────────────────────────────────────────────────
 
-REFRESH_S = 0.5  # between updates of the live table: quick enough to follow, and cheap
-PLAIN_REFRESH_S = 15.0  # between progress lines where there is no terminal
-# lines of the terminal that the live table leaves free: its header, its last row and the text above it
+REFRESH_INTERVAL_S = 0.5  # between updates of the live table: quick enough to follow, and cheap
+PLAIN_REFRESH_S = 15.0  # between progress lines without a terminal
+# The lines of the terminal that are not rows of the live table: its header, its last row and the text above
+# it.
 FRAME_ROWS = 4
 
-# task_id and sample_index. A sample is stable; the session that runs it may be replaced by a retry.
+# A sample is (task_id, sample_index). It is stable, while a retry may replace the session that runs it.
 Sample = tuple[str, int]
 
 
@@ -127,8 +128,8 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     tasks = [checked(task, config=own, here=True) for task in sources.tasks()]
     specs = [task.spec for task in tasks]
     checks.refuse_unfit(own, tasks=True)
-    insist_images(tasks, own)
-    console, state = open_console(), new_state(out)
+    require_images(tasks, own)
+    console, state = open_console(), make_state_folder(out)
     own = evolve(own, state_dir=str(state))
     with boundary(ConfigError, f"--out {out} cannot be written"):
         open_node_log(state)
@@ -153,7 +154,7 @@ def run(config: NodeConfig, sources: SourceSelection, *, out: Path, expect_rewar
     )
 
 
-def new_state(out: Path) -> Path:
+def make_state_folder(out: Path) -> Path:
     """Create the folder for this run's journal and logs, named by time and process id."""
     state = out / "state" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     with boundary(ConfigError, f"--out {out} cannot be written"):
@@ -162,7 +163,7 @@ def new_state(out: Path) -> Path:
 
 
 async def _run(config: NodeConfig, specs: Sequence[TaskSpec], console: Console) -> RunResult | None:
-    """None when stopped before the node was open."""
+    """Run the tasks on a temporary node. Returns None if stopped before the node was open."""
     return await on_own_node(
         config, console, lambda node, stop: _sessions(node, specs, stop, console), specs=specs
     )
@@ -183,7 +184,7 @@ async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: StopRequest, co
     if stop.requested:
         node.cancel_all()
     await _watch(node, frozenset(samples), console)
-    await node.journal.flushed()
+    await node.journal.flush()
     tasks = [await node.journal.task(task_id) for task_id in dict.fromkeys(task_id for task_id, _ in samples)]
     found = [
         await node.journal.trajectory(each.session_id)
@@ -209,7 +210,7 @@ async def _watch(node: Node, samples: frozenset[Sample], console: Console) -> No
             table = output.live_table(node.scheduler.sessions(), rows=max(1, console.height - FRAME_ROWS))
             step = node.images.step
             live.update(table if step is None else Group(table, Text(f"· {step}", style="dim")))
-            await trio.sleep(REFRESH_S)
+            await trio.sleep(REFRESH_INTERVAL_S)
 
 
 async def _watch_plainly(node: Node, samples: frozenset[Sample], console: Console) -> None:
@@ -241,7 +242,7 @@ async def _watch_plainly(node: Node, samples: frozenset[Sample], console: Consol
             )
         if new or trio.current_time() - last > PLAIN_REFRESH_S:
             last = trio.current_time()
-        await trio.sleep(REFRESH_S)
+        await trio.sleep(REFRESH_INTERVAL_S)
 
 
 def progress(done: int, sessions: int, phases: Sequence[str], *, waits_for: str | None = None) -> str:
@@ -267,7 +268,7 @@ def write(out: Path, trajectories: Sequence[Trajectory]) -> Path:
     path = out / "trajectories.jsonl"
     with written_whole(path) as file:
         for trajectory in trajectories:
-            file.write(encoded(_line, trajectory) + b"\n")
+            file.write(encode_trajectory(_line, trajectory) + b"\n")
     return path
 
 
@@ -279,7 +280,7 @@ def report(
     trajectories: Sequence[Trajectory], path: Path, *, expect_reward: bool, sessions: int, console: Console
 ) -> int:
     """Print the table, the summary and the faults; returns the exit code."""
-    console.print(fitted(console, lambda narrow: output.result_table(trajectories, narrow=narrow)))
+    console.print(fit_table(console, lambda narrow: output.result_table(trajectories, narrow=narrow)))
     for line in output.endings(trajectories):
         console.print(line)
     console.print(f"\n{output.summary(trajectories)}\n{path}")

@@ -1,4 +1,4 @@
-"""`polarnode score`: a finished session's tokens under other weights, turn by turn."""
+"""`polarnode score`: the logprobs of a finished session's tokens under other weights, turn by turn."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from polarnode.cli.node_view import print_json
 from polarnode.cli.output import bounded, harmless, open_console
 from polarnode.cli.remote import RemoteNode
 from polarnode.groups.policy_difference import (
-    DifferenceFigures,
+    DifferenceStatistics,
     SessionDifference,
     SpanDifference,
     TokenDifferences,
@@ -22,15 +22,15 @@ TOKENS = ("turn", "token", "id", "old", "new", "new-old")
 
 
 def score(session: str, weights: str, node: RemoteNode, *, tokens: bool, as_json: bool) -> None:
-    """Print how far `weights` are from those that sampled the session."""
+    """Print how far `weights` are from the weights that sampled the session."""
     found = node.client().score_session(session, weights=weights)
     if as_json:
-        print_json(_as_json(found))
+        print_json(_difference_json(found))
     else:
-        open_console().print(Group(*_view(found, tokens=tokens)))
+        open_console().print(Group(*_difference_view(found, tokens=tokens)))
 
 
-def _as_json(found: SessionDifference) -> dict[str, Any]:
+def _difference_json(found: SessionDifference) -> dict[str, Any]:
     """The figures with lists in place of arrays."""
     tokens = [
         {"turn": each.turn, "token_ids": list(each.token_ids), "old": list(each.old), "new": list(each.new)}
@@ -40,7 +40,7 @@ def _as_json(found: SessionDifference) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names} | {"tokens": tokens}
 
 
-def _view(found: SessionDifference, *, tokens: bool) -> Iterator[RenderableType]:
+def _difference_view(found: SessionDifference, *, tokens: bool) -> Iterator[RenderableType]:
     by = ", ".join(found.scored_by) or "none"
     name = found.adapter or found.engine
     yield Text(
@@ -69,7 +69,9 @@ def _table(names: tuple[str, ...], left: int) -> Table:
 
 
 def _spans_table(found: SessionDifference) -> Table:
-    """A row for each turn, two for one that an update cut; then one for each version, and one for all."""
+    """A table with a row for each turn, or two if an update of the weights cut the turn; then one row for
+    each version, and one for all.
+    """
     table = _table(("turn", "sampled by", *FIGURES), 2)
     shown, more = bounded(found.spans, more=": --json has them")
     for each in shown:
@@ -87,14 +89,16 @@ def _version(span: SpanDifference) -> str:
     return span.version or "unknown"
 
 
-def _cells(figures: DifferenceFigures) -> tuple[str, ...]:
+def _cells(figures: DifferenceStatistics) -> tuple[str, ...]:
     kl = ("–" if each is None else f"{each:.4g}" for each in (figures.k1, figures.k3))
     means = (f"{figures.mean:+.4g}", f"{figures.mean_absolute:.4g}")
     return (str(figures.tokens), *means, *kl, f"{100 * figures.outside:.1f} %")
 
 
 def _tokens_table(tokens: tuple[TokenDifferences, ...]) -> Table:
-    """Every token: whoever asks for them wants all."""
+    """A table with a row for each token. It is not shortened, because a user who asks for tokens wants
+    all.
+    """
     table = _table(TOKENS, 0)
     for each in tokens:
         for place, values in enumerate(zip(each.token_ids, each.old, each.new, strict=True)):

@@ -22,18 +22,18 @@ from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.http.asgi import BrowserGuard
 from polarnode.http.server import Address, listening_socket, open_server
-from polarnode.integrations.nemo_gym.app import Lost, Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.app import LostPolicy, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import TaskTemplate
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig, check_hosts
-from polarnode.node.joining import shared_config, url_of
+from polarnode.node.joining import control_plane_url, shared_config
 from polarnode.node.node import Node, control_certificate
 from polarnode.node.opening import STARTING_ENGINE, WAITING_LOG, open_node
-from polarnode.node.orphan import has_work, orphaned
+from polarnode.node.orphan import has_work, wait_orphaned
 from polarnode.node.serving import serve_control_plane
 from polarnode.node.starting import StartingNode
-from polarnode.sources.reading import task_value
-from polarnode.support.bounded import open_node_log, private_folder
+from polarnode.sources.reading import read_task_toml
+from polarnode.support.bounded import make_private_folder, open_node_log
 from polarnode.support.concurrency import open_background
 
 logger = logging.getLogger(__name__)
@@ -45,10 +45,11 @@ def serve(config: NodeConfig) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code."""
     state = Path(config.state_dir)
     with boundary(ConfigError, f"--state-dir {state} cannot be written"):
-        private_folder(state)
+        make_private_folder(state)
     self_signed = config.tls_cert is None
     config = shared_config(config)
-    # a taken port is said now, not after the engine has started, and whoever asks is answered from now on
+    # The port is opened before the engine starts, so that a taken port is reported now, and requests are
+    # answered from now on.
     with listening_socket(Address(host=config.host, port=config.port)) as listener:
         checks.refuse_unfit(config)
         with boundary(ConfigError, f"--state-dir {state} cannot be written"):
@@ -68,10 +69,10 @@ async def _serve(config: NodeConfig, listener: socket, console: Console, self_si
             lambda text: console.print(f"· {text}", style="dim"), console, f"logs: {config.state_dir}"
         )
         nursery.start_soon(steps.show)
-        starting = StartingNode(listener, control_certificate(config), partial(_waits_for, steps))
+        starting = StartingNode(listener, control_certificate(config), partial(_starting_text, steps))
         await nursery.start(starting.serve)
         async with (
-            open_node(config, report=steps.report, url=url_of(config, listener)) as node,
+            open_node(config, report=steps.report, url=control_plane_url(config, listener)) as node,
             serve_control_plane(node, starting.hand_over()) as address,
             open_background(partial(_stop_as_orphan, node, stop)),
         ):
@@ -80,7 +81,7 @@ async def _serve(config: NodeConfig, listener: socket, console: Console, self_si
             scheme = "http" if config.tls_cert is None else "https"
             url = f"{scheme}://{address.host}:{address.port}"
             if config.log is not None:
-                _show_shared(config, url_of(config, listener), self_signed, console)
+                _show_shared(config, control_plane_url(config, listener), self_signed, console)
             console.print(f"serving on {url} · model {node.model.name} · state in {config.state_dir}")
             if config.engine == "simulated":
                 console.print(
@@ -91,7 +92,8 @@ async def _serve(config: NodeConfig, listener: socket, console: Console, self_si
                 logger.warning("node %s is not ready: %s", config.node_id, why)
                 console.print(f"· it is not ready: {why}", style="bold yellow", soft_wrap=True)
             console.print(f"· its page is {url}/ui/", style="dim", soft_wrap=True)
-            named = f" --url {url}" if config.log is None else ""  # or by that export, with the certificate
+            # With a shared log, the printed export sets the address and its certificate.
+            named = f" --url {url}" if config.log is None else ""
             console.print(
                 f"· submit tasks with: polarnode submit task.toml{named}; Ctrl-C stops", style="dim"
             )
@@ -101,15 +103,17 @@ async def _serve(config: NodeConfig, listener: socket, console: Console, self_si
 
 
 def _show_shared(config: NodeConfig, url: str, self_signed: bool, console: Console) -> None:
-    """Print the address that trainers are given: that of any node of the log."""
+    """Print the address to give to trainers; it may be that of any node of the log."""
     certificate = control_certificate(config) if self_signed else None
     pinned = url if certificate is None else f"{url}#{certificate.digest}"
     console.print(f"· node {config.node_id} shares a log with others; for trainers:", style="dim")
     console.print(f"export POLARNODE_URL='{pinned}'", soft_wrap=True, markup=False, highlight=False)
 
 
-def _waits_for(steps: Steps) -> str:
-    """What a node that starts says to whoever asks: not the step's own words, which name folders."""
+def _starting_text(steps: Steps) -> str:
+    """What a starting node answers to requests. It is not the text of the step, because that names
+    folders.
+    """
     step, seconds = steps.now()
     what = "the engine starts" if step == STARTING_ENGINE else "the node starts"
     if step.startswith(WAITING_LOG):
@@ -118,7 +122,9 @@ def _waits_for(steps: Steps) -> str:
 
 
 async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> None:
-    """Stop a node that has a lifeline, when nobody holds it and nobody needs the node any more."""
+    """Stop a node that has a lifeline once no process holds the lifeline and nobody needs the node any
+    more.
+    """
     config = node.config
     ready.set()
     if config.lifeline is None:
@@ -128,7 +134,7 @@ async def _stop_as_orphan(node: Node, stop: StopRequest, ready: trio.Event) -> N
         live = node.scheduler.statistics().live
         return await has_work(node.log, live, orphan_s=config.orphan_s, now=time.time())
 
-    await orphaned(Path(config.lifeline), config.orphan_s, None if config.log is None else needed)
+    await wait_orphaned(Path(config.lifeline), config.orphan_s, None if config.log is None else needed)
     logger.warning("nobody has held or needed this node for %g s: it ends", config.orphan_s)
     stop()
 
@@ -148,13 +154,13 @@ def serve_agent(
     host: str,
     port: int,
     allowed_hosts: tuple[str, ...] = (),
-    lost: Lost = "fail",
+    lost: LostPolicy = "fail",
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Refused when the template is no task, Unreachable when the node does not
-    answer.
+    """Serve until SIGINT or SIGTERM. Raises Refused if the template is not a task, and Unreachable if the
+    node does not answer.
     """
     check_hosts(allowed_hosts)
-    parsed = TaskTemplate(value=task_value(template))
+    parsed = TaskTemplate(value=read_task_toml(template))
     trio.run(
         _serve_agent,
         parsed,
@@ -171,7 +177,7 @@ async def _serve_agent(
     client: AsyncPolarnodeClient,
     where: Address,
     guard: BrowserGuard,
-    lost: Lost,
+    lost: LostPolicy,
     console: Console,
 ) -> None:
     async with trio.open_nursery() as nursery, client:

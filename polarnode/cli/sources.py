@@ -16,18 +16,18 @@ import click
 from attrs import evolve, field, frozen
 from rich.table import Table
 
-from polarnode.cli.output import fitted, harmless, open_console
+from polarnode.cli.output import fit_table, harmless, open_console
 from polarnode.containers.user_namespace import enter_user_namespace
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, Refused, boundary
 from polarnode.core.task import RuntimeSpec, TaskSpec
 from polarnode.node.config import NodeConfig
 from polarnode.sources.source import read_source
-from polarnode.sources.values import Build, Kind, Overrides, SourcedTask, Unread
+from polarnode.sources.values import ImageBuild, Kind, Overrides, SourcedTask, UnreadTask
 
 # ── tasks and files ───────────────────────────────────────────────────────────
 
-ANY_CONTEXT = 32_768  # tokens; stands in for an unknown context length while a task is checked
+ANY_CONTEXT = 32_768  # tokens; used for an unknown context length while a task is checked
 
 
 @frozen(kw_only=True)
@@ -38,8 +38,8 @@ class SourceSelection:
     kind: Kind | None = None
     overrides: Overrides = field(factory=Overrides)
 
-    def items(self) -> Iterator[SourcedTask | Unread]:
-        """Every task of every path; one that cannot be read is an `Unread`."""
+    def items(self) -> Iterator[SourcedTask | UnreadTask]:
+        """Every task of every path; a task that cannot be read is an `UnreadTask`."""
         for path in self.paths:
             yield from read_source(path, kind=self.kind, overrides=self.overrides).items()
 
@@ -58,7 +58,8 @@ def checked(task: SourcedTask, *, config: NodeConfig, here: bool) -> SourcedTask
     `here`: it will run on a node of this config. Otherwise what depends on the node's settings (judges,
     volumes, egress) is left to that node.
     """
-    from polarnode.rollouts.admission import admitted  # of `polarnode[node]`, as what builds images
+    # This is part of `polarnode[node]`, as is the code that builds images.
+    from polarnode.rollouts.admission import admitted
 
     try:
         admitted(
@@ -91,9 +92,9 @@ def build_images(tasks: Sequence[SourcedTask], config: NodeConfig, report: Calla
         build_folders(builds, config, report)
 
 
-def insist_images(tasks: Sequence[SourcedTask], config: NodeConfig) -> None:
-    """Raise Refused for the first task whose image is neither a recipe nor in this node's store: an engine
-    that starts for minutes first would be in vain.
+def require_images(tasks: Sequence[SourcedTask], config: NodeConfig) -> None:
+    """Raise Refused for the first task whose image is neither a recipe nor in this node's store, so that no
+    engine starts for minutes in vain.
     """
     import trio
 
@@ -116,17 +117,19 @@ def insist_images(tasks: Sequence[SourcedTask], config: NodeConfig) -> None:
 
 
 def build_folders(
-    builds: Sequence[Build], config: NodeConfig, report: Callable[[str], None], *, again: bool = False
+    builds: Sequence[ImageBuild], config: NodeConfig, report: Callable[[str], None], *, again: bool = False
 ) -> None:
-    """Build images in the store of a node, on this machine; those that exist too where `again` is set."""
+    """Build images in the store of a node, on this machine. If `again` is set, existing images are built
+    again.
+    """
     import trio
 
     from polarnode.cli.progress import Steps
     from polarnode.containers.images import build_task_images
-    from polarnode.node.settings import runtimes_settings  # heavy, so imported only to build
+    from polarnode.node.settings import runtimes_settings  # slow to import, so only when images are built
 
     enter_user_namespace()
-    settings = evolve(runtimes_settings(config), limits="best_effort")  # a build is no session
+    settings = evolve(runtimes_settings(config), limits="best_effort")  # a build is not a session
     log = Path(config.state_dir) / "images.log"
     with boundary(ConfigError, f"{log.parent} cannot be written: set POLARNODE_STATE_DIR to another folder"):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -143,21 +146,21 @@ def build_folders(
 
 @contextmanager
 def written_whole(file: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically: it replaces `file` when the block ends without an error. Refused, with the
-    reason, when it cannot be written.
+    """Write a file atomically: it replaces `file` when the block ends without an error. Raises Refused, with
+    the reason, if it cannot be written.
 
-    A link is followed: the file that it names is replaced, where that is, and keeps its permissions. What is
-    no plain file (a device, a pipe, this program's own stdout) is written into and never replaced.
+    A link is followed: the file that it names is replaced in its place and keeps its permissions. Anything
+    but a plain file (a device, a pipe, this program's own stdout) is written to and never replaced.
     """
     try:
-        with _plain_file(file.resolve()) if _replaceable(file) else _written_into(file) as out:
+        with _replace_plain_file(file.resolve()) if _is_replaceable(file) else _write_into(file) as out:
             yield out
     except OSError as error:
         raise Refused(f"{file} cannot be written: {error.strerror}") from error
 
 
-def _replaceable(file: Path) -> bool:
-    """Whether a path is a plain file or nothing yet, and not what stdout is already open on."""
+def _is_replaceable(file: Path) -> bool:
+    """Whether a path is a plain file or does not exist yet, and is not the file that stdout writes to."""
     try:
         found = file.stat()
     except FileNotFoundError:
@@ -166,15 +169,15 @@ def _replaceable(file: Path) -> bool:
 
 
 def _is_stdout(found: os.stat_result) -> bool:
-    """Whether a file is what stdout writes to: /dev/stdout then appends where a shell's `>>` does."""
+    """Whether a file is the one that stdout writes to: /dev/stdout then appends, as a shell's `>>` does."""
     try:
         return os.path.samestat(found, os.fstat(sys.stdout.fileno()))
-    except (OSError, ValueError):  # it is closed, or replaced by an object without a file
+    except (OSError, ValueError):  # stdout is closed, or replaced by an object without a file
         return False
 
 
 @contextmanager
-def _written_into(file: Path) -> Iterator[BinaryIO]:
+def _write_into(file: Path) -> Iterator[BinaryIO]:
     if _is_stdout(file.stat()):
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -184,7 +187,7 @@ def _written_into(file: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _plain_file(file: Path) -> Iterator[BinaryIO]:
+def _replace_plain_file(file: Path) -> Iterator[BinaryIO]:
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as out:
@@ -205,7 +208,7 @@ def convert(
     sources: SourceSelection, config: NodeConfig, *, out: Path | None, skip: bool, build: bool
 ) -> int:
     """Show the tasks of `sources` or write them; returns the exit code, 1 if one cannot be converted."""
-    # as in `run`: the user may import any code unless the config limits it
+    # As in `run`, the user may import any code unless the config limits it.
     own = evolve(config, import_paths=config.import_paths or ("*",))
     tasks, refused = _converted(sources, own)
     for each in refused:
@@ -228,7 +231,7 @@ def _converted(sources: SourceSelection, config: NodeConfig) -> tuple[list[Sourc
     refused: list[Refused] = []
     for item in sources.items():
         try:
-            if isinstance(item, Unread):
+            if isinstance(item, UnreadTask):
                 raise item.refused
             tasks.append(checked(item, config=config, here=False))
         except Refused as error:
@@ -252,7 +255,7 @@ def _write(tasks: Sequence[SourcedTask], out: Path) -> None:
 
 def _show(tasks: Sequence[SourcedTask]) -> None:
     console = open_console()
-    console.print(fitted(console, lambda narrow: _table(tasks, narrow=narrow)))
+    console.print(fit_table(console, lambda narrow: _table(tasks, narrow=narrow)))
     for number, line in enumerate(_distinct_notes(tasks), start=1):
         console.print(f"note {number}: {harmless(line)}")
     for task in tasks:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import trio
 from attrs import define, field
 
-FORCED_S = 2.0  # seconds for what is left to close its files: engines end by themselves when their node has
+FORCED_END_S = 2.0  # seconds to close files; engines end by themselves when their node has ended
 INTERRUPTED = 130  # the exit code of a program that was interrupted
 
 
@@ -29,23 +29,23 @@ class StopRequest:
 async def stop_on_signals(
     stop: Callable[[], None], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
 ) -> None:
-    """Call `stop` at the first signal; raise KeyboardInterrupt at the second. What does not give way to that
-    within FORCED_S (an update of weights, a disk that hangs) ends with the process.
+    """Call `stop` at the first signal; raise KeyboardInterrupt at the second. If something does not end
+    within FORCED_END_S after that (an update of weights, a disk that hangs), the process is ended.
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         task_status.started()
         await anext(signals)
         stop()
         await anext(signals)
-        end = threading.Timer(FORCED_S, _end_process, (trio.lowlevel.current_trio_token(),))
-        end.daemon = True  # a process that ends by itself does not wait for it
+        end = threading.Timer(FORCED_END_S, _end_process, (trio.lowlevel.current_trio_token(),))
+        end.daemon = True  # a process that ends by itself does not wait for the timer
         end.start()
         raise KeyboardInterrupt
 
 
 def _end_process(run: trio.lowlevel.TrioToken) -> None:
     try:
-        run.run_sync_soon(int)  # raises where the run gave way
+        run.run_sync_soon(int)  # raises if the run has ended
     except trio.RunFinishedError:
         return
     os._exit(INTERRUPTED)

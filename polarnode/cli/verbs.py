@@ -11,12 +11,12 @@ from typing import Any, TypeVar, get_args
 import click
 from click.shell_completion import get_completion_class
 
-from polarnode.cli.options import existing_file, folder, merged_settings, node_address, serving_config
+from polarnode.cli.options import existing_file_type, folder, merged_settings, node_address, serving_config
 from polarnode.core.weights import PauseMode
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-# modes that hold generation: `drain` lets it come to an end instead
-MODES = tuple(mode for mode in get_args(PauseMode) if mode != "drain")
+# The modes that hold generation; `drain` lets it come to an end instead.
+HOLDING_MODES = tuple(mode for mode in get_args(PauseMode) if mode != "drain")
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -109,7 +109,7 @@ def fork(
     from polarnode.cli import remote
 
     node = remote.RemoteNode(url=url, token=token)
-    way: Any = by  # as click has checked
+    way: Any = by  # click has checked the value
     remote.fork(session, node, turn=turn, num_samples=num_samples, by=way, as_json=as_json)
 
 
@@ -165,7 +165,7 @@ def cancel(task_id: str, as_json: bool, url: str, token: str | None) -> None:
 @click.command(short_help="Hold generation; sessions wait.")
 @click.option(
     "--mode",
-    type=click.Choice(MODES),
+    type=click.Choice(HOLDING_MODES),
     default="in_place",
     show_default=True,
     help="What becomes of calls in progress: docs/weights.md.",
@@ -290,7 +290,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 @click.command(short_help="Show a file's sessions as a page: groups, timelines, tokens.")
-@click.option("--from", "file", type=existing_file(), required=True, help="A trajectories.jsonl.")
+@click.option("--from", "file", type=existing_file_type(), required=True, help="A trajectories.jsonl.")
 @click.option("--model", type=folder(exists=True), help="Checkpoint whose tokenizer decodes the tokens.")
 @click.option("--port", default=0, show_default="any free one", help="Serve the page on 127.0.0.1 here.")
 @click.option("--bundle", "out", type=folder(), help="Write page and data into this new folder instead.")
@@ -329,7 +329,9 @@ COMMANDS = (
 
 
 def add_verbs(main: click.Group) -> None:
-    """Add them to the command line; `serve` takes what `main` takes without a command."""
+    """Add these commands to the command line. `serve` takes the options that `main` takes without a
+    command.
+    """
     serve.params = [each for each in main.params if each.name != "version"]
     for command in COMMANDS:
         main.add_command(command)

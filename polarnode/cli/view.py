@@ -53,14 +53,14 @@ async def _serve(bundle: Bundle, port: int, console: Console) -> None:
 
 
 def _token_bytes(model: Path | None, rows: Iterable[Mapping[str, Any]]) -> Callable[[int], bytes]:
-    """The text of tokens, by the model's tokenizer; the embedded model's where all rows are of that;
-    else ids.
+    """The text of tokens: by the tokenizer of the named model, else by the embedded model's if all rows are
+    of that model, else as ids.
     """
     names = {(value.get("model") or {}).get("name") for value in rows}
     folder = model or (TINY_MODEL if names == {TINY_MODEL.name} else None)
     if folder is None:
         return _number
-    from polarnode.tokens.tokenizer import load_tokenizer  # of `polarnode[node]`
+    from polarnode.tokens.tokenizer import load_tokenizer  # part of `polarnode[node]`
 
     return load_tokenizer(folder).token_bytes
 

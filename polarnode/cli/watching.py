@@ -1,6 +1,6 @@
 """`polarnode watch`: a line for each session as it ends, and on a terminal a table of those that run.
 
-The events are read in a thread of their own, because the table is drawn anew while none arrives. Lines are
+The events are read in a thread of their own, because the table is redrawn while no event arrives. Lines are
 the same with and without a terminal.
 """
 
@@ -20,17 +20,17 @@ from rich.text import Text
 from polarnode.cli import output
 from polarnode.cli.output import harmless, open_console
 from polarnode.cli.remote import RemoteNode
-from polarnode.client.api import NEWEST
+from polarnode.client.api import NEWEST_POSITION
 from polarnode.client.blocking import PolarnodeClient
 from polarnode.client.values import Event, Unreachable
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 
-WARNINGS = ("gap", "unreadable")
-PATIENCE_S = 600.0  # for a node that restarts
-REFRESH_S = 1.0  # between two looks at the sessions that run: each is one small request
-LINE = 300  # characters of an exception: the name of a module is in the first words
-TABLE_ROWS = 12  # of sessions that run: the lines of those that ended stay in sight above them
+WARNING_KINDS = ("gap", "unreadable")
+PATIENCE_S = 600.0  # for a node that is restarting
+REFRESH_INTERVAL_S = 1.0  # between two requests for the running sessions; each is small
+LINE = 300  # characters of an exception; the name of a module is in the first words
+TABLE_ROWS = 12  # rows of running sessions; the lines of ended ones stay in sight above
 
 
 def watch(
@@ -46,9 +46,9 @@ def watch(
     node.wait_started()
     if task_id is not None:
         node.client().task(task_id)
-    after = NEWEST if newest else None
+    after = NEWEST_POSITION if newest else None
     events = client.trajectories(consumer=consumer, task_id=task_id, after=after, ack=consumer is not None)
-    console, ends = open_console(), SameEnds()
+    console, ends = open_console(), SameTestEnds()
     if as_json:
         for event in events:
             note = ends.note(event)
@@ -57,22 +57,22 @@ def watch(
         _watch_live(client, events, task_id, console, ends)
     else:
         for event in events:
-            _print(console, event, ends)
+            _print_event(console, event, ends)
 
 
-def _print(console: Console, event: Event, ends: "SameEnds") -> None:
-    console.print(line(event), soft_wrap=True, style="yellow" if event.kind in WARNINGS else "")
+def _print_event(console: Console, event: Event, ends: "SameTestEnds") -> None:
+    console.print(line(event), soft_wrap=True, style="yellow" if event.kind in WARNING_KINDS else "")
     if (note := ends.note(event)) is not None:
         console.print(note, soft_wrap=True, style="yellow")
 
 
 # ── tests that end alike ──────────────────────────────────────────────────────
 
-# sessions whose group is still awaited: a node runs some hundreds, and of some groups a reader that began
-# late never hears
-AWAITED = 1 << 16
-# the last line of a traceback, as Python prints it and as pytest does
-EXCEPTION = re.compile(
+# The most sessions whose group is still awaited. A node runs some hundreds, and a reader that began late
+# never hears of some groups.
+MAX_AWAITED_SESSIONS = 1 << 16
+# The last line of a traceback, as Python prints it and as pytest prints it.
+EXCEPTION_LINE = re.compile(
     r"^(?:E +)?((?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE
 )
 TRACED = re.compile(r"^Traceback \(most recent call last\)|^E  ", re.MULTILINE)
@@ -86,31 +86,31 @@ UNRUN = re.compile(
 
 
 @define(eq=False)
-class SameEnds:
-    """How the tests of a group's samples ended: all in the same traceback, or all without the same program or
-    module, is a fault of the test more often than of every sample.
+class SameTestEnds:
+    """Notes groups whose tests all ended alike. If the tests of all samples ended in the same traceback, or
+    all lacked the same program or module, the fault is more often the test's than that of every sample.
     """
 
-    _ends: dict[str, str | None] = field(factory=dict, init=False)  # by session, oldest first
+    _ends: dict[str, str | None] = field(factory=dict, init=False)  # the ends by session, oldest first
 
     def note(self, event: Event) -> str | None:
-        """What to say of a group that is over, of whose sessions all were seen."""
+        """The note to print about a group that is over, if all its sessions were seen."""
         if event.kind == "trajectory":
-            self._ends[event.data["session_id"]] = exception_of(event.data)
-            if len(self._ends) > AWAITED:
+            self._ends[event.data["session_id"]] = test_exception(event.data)
+            if len(self._ends) > MAX_AWAITED_SESSIONS:
                 del self._ends[next(iter(self._ends))]
         if event.kind != "group":
             return None
         ends = [self._ends.pop(each["session_id"], None) for each in event.data["sessions"]]
         if len(ends) < 2 or ends[0] is None or len(set(ends)) > 1:
             return None
-        what = "traceback" if EXCEPTION.match(ends[0]) else "line"
+        what = "traceback" if EXCEPTION_LINE.match(ends[0]) else "line"
         return f"the tests of all {len(ends)} samples ended in the same {what}: {harmless(ends[0])}"
 
 
-def exception_of(value: Mapping[str, Any]) -> str | None:
-    """The exception that a session's test ended in, or what it did not find; None where it gave a reward, or
-    ended otherwise.
+def test_exception(value: Mapping[str, Any]) -> str | None:
+    """The exception in which a session's test ended, or what the test did not find; None if it gave a reward
+    or ended otherwise.
     """
     outcome, found = value["outcome"], (value.get("metrics") or {}).get("evaluation")
     said = found.get("output_tail") if isinstance(found, Mapping) else None
@@ -118,7 +118,7 @@ def exception_of(value: Mapping[str, Any]) -> str | None:
         said = outcome.get("reason")
     if value.get("reward") or not isinstance(said, str):
         return None
-    lines = EXCEPTION.findall(said) if TRACED.search(said) else UNRUN.findall(said)
+    lines = EXCEPTION_LINE.findall(said) if TRACED.search(said) else UNRUN.findall(said)
     return lines[-1].strip()[:LINE] if lines else None
 
 
@@ -136,7 +136,7 @@ class WatchedEvents:
 
     @thread.default
     def _begin(self) -> threading.Thread:
-        # daemonic: a Ctrl-C ends the process in the middle of a read
+        # The thread is a daemon, so that a Ctrl-C ends the process in the middle of a read.
         thread = threading.Thread(target=self._read, daemon=True)
         thread.start()
         return thread
@@ -145,11 +145,11 @@ class WatchedEvents:
         try:
             for event in self.events:
                 self.queue.put(event)
-        except Exception as error:  # raised again by `next`, in the thread of the caller
+        except Exception as error:  # `next` raises it again in the thread of the caller
             self.error = error
 
     def next(self, wait_s: float) -> Event | None:
-        """The next event, or None after `wait_s`. Raises what ended the reading."""
+        """The next event, or None after `wait_s` seconds. Raises the error that ended the reading, if any."""
         try:
             return self.queue.get(timeout=wait_s)
         except Empty:
@@ -167,7 +167,7 @@ def _watch_live(
     events: Iterator[Event],
     task_id: str | None,
     console: Console,
-    ends: SameEnds,
+    ends: SameTestEnds,
 ) -> None:
     reader, ended = WatchedEvents(events), Counter[str]()
     look = PolarnodeClient(client.base_url, token=client.token, patience_s=0.0)
@@ -175,9 +175,9 @@ def _watch_live(
         with Live(console=console, auto_refresh=False, transient=True) as live:
             while not reader.over:
                 live.update(_now(look, task_id), refresh=True)
-                event = reader.next(REFRESH_S)
+                event = reader.next(REFRESH_INTERVAL_S)
                 while event is not None:
-                    _print(console, event, ends)
+                    _print_event(console, event, ends)
                     if event.kind == "trajectory":
                         ended[event.data["outcome"]["status"]] += 1
                     event = reader.next(0) if not reader.queue.empty() else None
@@ -188,7 +188,7 @@ def _watch_live(
 
 
 def _now(client: PolarnodeClient, task_id: str | None) -> RenderableType:
-    """The sessions that run, or why nothing is known of them."""
+    """The running sessions, or why nothing is known about them."""
     try:
         sessions = [each for changes in client.live_sessions(follow=False) for each in changes.sessions]
     except Unreachable as error:

@@ -19,19 +19,19 @@ from polarnode.client import requests
 from polarnode.client.requests import (
     ClientRequest,
     Script,
-    Sleep,
+    SleepFor,
     T,
     ask,
     json_request,
     part,
     typed_request,
 )
-from polarnode.client.scripts import Follower, Following, Patience, patiently
+from polarnode.client.scripts import Following, RetryPatience, StreamFollower, patiently
 from polarnode.client.streams import (
-    ACK_EVERY_S,
-    Acks,
+    ACK_INTERVAL_S,
+    Acknowledgements,
     Collector,
-    Groups,
+    GroupStream,
     events,
     live_sessions,
     objects,
@@ -227,7 +227,7 @@ def push_weights(
     source: Mapping[str, Json],
     buckets: Iterable[Mapping[str, Json]],
     mode: UpdateMode,
-    patience: Patience,
+    patience: RetryPatience,
 ) -> Script[WeightsReport]:
     """Begin an update, send each bucket, and commit. If anything fails before the commit, the node keeps its
     weights.
@@ -327,8 +327,8 @@ def resume() -> ClientRequest[WeightsStatus]:
 
 # ── api ────────────────────────────────────────────────────────────
 
-STREAM = "/v1/trajectories/stream"
-NEWEST: Final = "newest"  # as `after`: begin after all events there are
+STREAM_PATH = "/v1/trajectories/stream"
+NEWEST_POSITION: Final = "newest"  # as `after`: begin after all events there are
 # between two looks at an evaluation: the first of a quick one, the last of one that takes hours
 EVALUATION_POLL_S, EVALUATION_POLL_MOST_S = 0.2, 5.0
 
@@ -364,11 +364,11 @@ class Reading:
             kinds=",".join(kinds) or None,
             task_id=self.task_id,
             group_id=self.group_id,
-            begin=NEWEST if self.after == NEWEST else None,
+            begin=NEWEST_POSITION if self.after == NEWEST_POSITION else None,
             **filters,
         )
-        after = None if self.after in (None, NEWEST) else Cursor.read(str(self.after), "after")
-        return Following(path=STREAM + query, after=after, goes_on=self.goes_on)
+        after = None if self.after in (None, NEWEST_POSITION) else Cursor.read(str(self.after), "after")
+        return Following(path=STREAM_PATH + query, after=after, goes_on=self.goes_on)
 
 
 def exported(
@@ -389,11 +389,11 @@ class Api:
     """The client's methods as scripts."""
 
     patience_s: float
-    ack_every_s: float = ACK_EVERY_S
+    ack_every_s: float = ACK_INTERVAL_S
     now: Callable[[], float] = time.monotonic
 
     def patiently(self, request: ClientRequest[T]) -> Script[T]:
-        return patiently(request, self._patience())
+        return patiently(request, self._new_patience())
 
     def submit(self, spec: TaskSpec | dict[str, Json], idempotency_key: str | None) -> Script[Submitted]:
         return self.patiently(requests.submit(spec, idempotency_key=idempotency_key or token_hex(16)))
@@ -415,7 +415,7 @@ class Api:
             found = yield from self.patiently(requests.evaluation(evaluation_id))
             if found.finished or not wait:
                 return found
-            yield Sleep(pause)
+            yield SleepFor(pause)
             pause = min(2 * pause, EVALUATION_POLL_MOST_S)
 
     def acknowledge(self, consumer: str, position: int | str) -> Script[int | str]:
@@ -448,7 +448,7 @@ class Api:
         mode: UpdateMode,
     ) -> Script[WeightsReport]:
         source: dict[str, Json] = {"kind": kind} if group is None else {"kind": kind, "group": group}
-        return push_weights(version, source, buckets, mode, self._patience())
+        return push_weights(version, source, buckets, mode, self._new_patience())
 
     # ── captures ──────────────────────────────────────────────────────────────
 
@@ -466,7 +466,7 @@ class Api:
         try:
             request = end(session.session_id, session.end())
             session.result = yield from patiently(
-                request, Patience(min(self.patience_s, LEAVING_S), self.now)
+                request, RetryPatience(min(self.patience_s, LEAVING_S), self.now)
             )
         except (ClientError, Unreachable) as unreported:
             logger.warning(
@@ -479,7 +479,7 @@ class Api:
 
     def trajectories(self, reading: Reading, kinds: Sequence[str], **filters: object) -> Script[None]:
         following = reading.following(kinds, **filters)
-        return events(Follower(following, self._patience()), self._acks(reading))
+        return events(StreamFollower(following, self._new_patience()), self._make_acknowledgements(reading))
 
     def groups(
         self,
@@ -489,11 +489,11 @@ class Api:
         run: Callable[[Script[None]], Any],
     ) -> Script[None]:
         """`run`: how this client runs the script of a group's `ack`."""
-        follower = Follower(reading.following(("trajectory", "group")), self._patience())
+        follower = StreamFollower(reading.following(("trajectory", "group")), self._new_patience())
         collector = Collector(skip=skip, kept_bytes=kept_bytes)
-        groups = Groups(
+        groups = GroupStream(
             follower,
-            self._acks(evolve(reading, ack=reading.consumer is not None)),
+            self._make_acknowledgements(evolve(reading, ack=reading.consumer is not None)),
             collector,
             patience_s=self.patience_s,
             now=self.now,
@@ -505,7 +505,7 @@ class Api:
         return groups.script()
 
     def live_sessions(self, *, follow: bool) -> Script[None]:
-        return live_sessions(follow=follow, patience=self._patience())
+        return live_sessions(follow=follow, patience=self._new_patience())
 
     def export(self, **query: object) -> Script[None]:
         return objects(requests.export(**query))
@@ -516,11 +516,13 @@ class Api:
     def artifacts(self, session_id: str) -> Script[None]:
         return pieces(requests.artifacts(session_id))
 
-    def _patience(self) -> Patience:
-        return Patience(self.patience_s, self.now)
+    def _new_patience(self) -> RetryPatience:
+        return RetryPatience(self.patience_s, self.now)
 
-    def _acks(self, reading: Reading) -> Acks:
-        return Acks(reading.consumer if reading.ack else None, self.patience_s, self.now, self.ack_every_s)
+    def _make_acknowledgements(self, reading: Reading) -> Acknowledgements:
+        return Acknowledgements(
+            reading.consumer if reading.ack else None, self.patience_s, self.now, self.ack_every_s
+        )
 
 
 def specs_of(path: str | Path, kind: "Kind | None", overrides: Mapping[str, Any]) -> list[TaskSpec]:

@@ -28,7 +28,7 @@ from polarnode.client.api import (
 from polarnode.client.awaiting_http import AsyncEvents, AwaitingHttp, Later
 from polarnode.client.pins import node_address
 from polarnode.client.requests import Script, T, ask
-from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
+from polarnode.client.streams import ACK_INTERVAL_S, KEPT_BYTES
 from polarnode.client.values import Event
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.forks import ForkOrder
@@ -90,7 +90,7 @@ class AsyncPolarnodeClient:
     base_url: str = "http://127.0.0.1:8080"
     token: str | None = field(default=None, repr=False)
     patience_s: float = 600.0
-    ack_every_s: float = field(default=ACK_EVERY_S, kw_only=True)
+    ack_every_s: float = field(default=ACK_INTERVAL_S, kw_only=True)
     _http: AwaitingHttp = field(init=False, repr=False)
 
     @_http.default

@@ -19,15 +19,15 @@ from polarnode.client.requests import (
     ClientRequest,
     Close,
     Command,
-    Give,
     Open,
     Read,
     Running,
     Script,
-    Sleep,
+    SleepFor,
     T,
+    YieldValue,
 )
-from polarnode.client.streams import LEAVE_S
+from polarnode.client.streams import LEAVE_TIMEOUT_S
 from polarnode.client.values import Unreachable, read_error
 from polarnode.core.errors import PolarnodeError
 
@@ -54,8 +54,8 @@ class AwaitingHttp:
     client: httpx2.AsyncClient = field(init=False)
     # the open responses, and the streams with acknowledgements: a loop that ended early may not have closed
     # its own
-    reading: "set[_Wire]" = field(factory=set, init=False, repr=False)
-    owing: "set[AsyncEvents[Any]]" = field(factory=set, init=False, repr=False)
+    reading: "set[_ScriptConnection]" = field(factory=set, init=False, repr=False)
+    unsent_streams: "set[AsyncEvents[Any]]" = field(factory=set, init=False, repr=False)
 
     @client.default
     def _make_client(self) -> httpx2.AsyncClient:
@@ -67,7 +67,7 @@ class AwaitingHttp:
 
     async def run(self, script: Script[T]) -> T:
         """Run a script to its end and return its value."""
-        running, wire = Running(script), _Wire(self)
+        running, wire = Running(script), _ScriptConnection(self)
         try:
             while (command := running.next()) is not None:
                 await wire.step(running, command)
@@ -83,7 +83,7 @@ class AwaitingHttp:
         return other_certificate(error) or silence(self.base_url, error, why)
 
     async def aclose(self) -> None:
-        for events in tuple(self.owing):
+        for events in tuple(self.unsent_streams):
             await events.aclose()
         for wire in tuple(self.reading):
             await wire.close()
@@ -104,7 +104,7 @@ class AsyncEvents(Generic[V]):
     script: Script[None]
     owes: bool = False
     _running: Running[None] = field(init=False)
-    _wire: "_Wire" = field(init=False)
+    _wire: "_ScriptConnection" = field(init=False)
     _over: bool = field(default=False, init=False)
 
     @_running.default
@@ -112,12 +112,12 @@ class AsyncEvents(Generic[V]):
         return Running(self.script)
 
     @_wire.default
-    def _make_wire(self) -> "_Wire":
-        return _Wire(self.http)
+    def _make_wire(self) -> "_ScriptConnection":
+        return _ScriptConnection(self.http)
 
     def __attrs_post_init__(self) -> None:
         if self.owes:
-            self.http.owing.add(self)
+            self.http.unsent_streams.add(self)
 
     def __aiter__(self) -> AsyncIterator[V]:
         return self
@@ -131,7 +131,7 @@ class AsyncEvents(Generic[V]):
                 raise
             if command is None:
                 await self.aclose()
-            elif isinstance(command, Give):
+            elif isinstance(command, YieldValue):
                 self._running.answered(None)
                 return command.value  # type: ignore[no-any-return]
             else:
@@ -139,10 +139,10 @@ class AsyncEvents(Generic[V]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        self.http.owing.discard(self)
+        self.http.unsent_streams.discard(self)
         if not self._over:
             self._over = True
-            with anyio.move_on_after(LEAVE_S, shield=True):
+            with anyio.move_on_after(LEAVE_TIMEOUT_S, shield=True):
                 await self._leave()
         await self._wire.close()
 
@@ -160,7 +160,7 @@ class AsyncEvents(Generic[V]):
 
 
 @define(eq=False)
-class _Wire:
+class _ScriptConnection:
     """The response that one script has open."""
 
     http: AwaitingHttp
@@ -174,7 +174,7 @@ class _Wire:
             running.failed(error)
         except BaseException:  # cancelled: the script sees a broken connection when it is resumed
             await self.close()  # noqa: ASYNC102 - shielded and bounded in `_closed`
-            if isinstance(command, Sleep | Close | Give):
+            if isinstance(command, SleepFor | Close | YieldValue):
                 running.answered(None)
             else:
                 running.failed(Unreachable("the wait was cancelled"))
@@ -190,9 +190,9 @@ class _Wire:
                 return await self._open(request)
             case Read():
                 return await self._read()
-            case Close() | Give():
+            case Close() | YieldValue():
                 await self.close()
-            case Sleep(seconds):
+            case SleepFor(seconds):
                 await anyio.sleep(seconds)
         return None
 

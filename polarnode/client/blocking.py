@@ -14,7 +14,7 @@ from polarnode.client import api, requests, session_scores
 from polarnode.client.api import Api, CaptureSession, Reading, exported, named, specs_of
 from polarnode.client.blocking_http import BlockingEvents, BlockingHttp
 from polarnode.client.requests import Script, T, ask
-from polarnode.client.streams import ACK_EVERY_S, KEPT_BYTES
+from polarnode.client.streams import ACK_INTERVAL_S, KEPT_BYTES
 from polarnode.client.values import Event
 from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.forks import ForkOrder
@@ -83,7 +83,7 @@ class PolarnodeClient:
     base_url: str = "http://127.0.0.1:8080"
     token: str | None = field(default=None, repr=False)
     patience_s: float = 600.0
-    ack_every_s: float = field(default=ACK_EVERY_S, kw_only=True)
+    ack_every_s: float = field(default=ACK_INTERVAL_S, kw_only=True)
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 

@@ -17,13 +17,13 @@ from polarnode.client.requests import (
     ClientRequest,
     Close,
     Command,
-    Give,
     Open,
     Read,
     Running,
     Script,
-    Sleep,
+    SleepFor,
     T,
+    YieldValue,
 )
 from polarnode.client.values import read_error
 from polarnode.core.errors import PolarnodeError
@@ -69,7 +69,7 @@ class BlockingHttp:
     def run(self, script: Script[T]) -> T:
         """Run a script to its end and return its value."""
         running = Running(script)
-        with closing(_Wire(self)) as wire:
+        with closing(_ScriptConnection(self)) as wire:
             while (command := running.next()) is not None:
                 wire.step(running, command)
         return running.value
@@ -80,10 +80,10 @@ class BlockingHttp:
 
     def _values(self, script: Script[None]) -> Generator[Any, None, None]:
         running = Running(script)
-        with closing(_Wire(self)) as wire:
+        with closing(_ScriptConnection(self)) as wire:
             try:
                 while (command := running.next()) is not None:
-                    if isinstance(command, Give):
+                    if isinstance(command, YieldValue):
                         yield command.value
                         running.answered(None)
                     else:
@@ -101,7 +101,7 @@ class BlockingHttp:
 
 
 @define(eq=False)
-class _Wire:
+class _ScriptConnection:
     """The connections of one script: a short one for each Ask, one that stays open for an Open."""
 
     http: BlockingHttp
@@ -124,9 +124,9 @@ class _Wire:
                 return self._open(request)
             case Read():
                 return self._read()
-            case Close() | Give():
+            case Close() | YieldValue():
                 self.close()
-            case Sleep(seconds):
+            case SleepFor(seconds):
                 time.sleep(seconds)
         return None
 

@@ -15,12 +15,14 @@ from polarnode.client.values import Unreachable
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError
 
-PINNED: Final = "#"  # between an address and the SHA-256 of its certificate; no server is sent what follows
+PIN_SEPARATOR: Final = (
+    "#"  # between an address and the SHA-256 of its certificate; no server is sent what follows
+)
 DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
 # what OpenSSL says where a server answers a handshake in plain HTTP: its versions 1.1, 3.0 and later
-SPEAKS_HTTP: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+PLAIN_HTTP_REASONS: Final = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 class AnotherCertificate(ssl.SSLCertVerificationError):
@@ -55,7 +57,7 @@ def other_certificate(error: BaseException) -> ConfigError | None:
 
 def silence(url: str, error: BaseException, why: str) -> Unreachable:
     """The error for an address that does not answer."""
-    if any(isinstance(each, ssl.SSLError) and each.reason in SPEAKS_HTTP for each in causes(error)):
+    if any(isinstance(each, ssl.SSLError) and each.reason in PLAIN_HTTP_REASONS for each in causes(error)):
         return Unreachable(f"{url} speaks plain HTTP: use http://{url.partition('://')[2]}")
     return Unreachable(f"{url} does not answer ({why}): is the node running?")
 
@@ -64,7 +66,7 @@ def split_pin(text: str) -> tuple[str, str]:
     """An address and the digest behind it, in lower case; "" without one. Raises ConfigError for what is no
     digest, and for one behind an address that is not https.
     """
-    url, mark, digest = text.strip().partition(PINNED)
+    url, mark, digest = text.strip().partition(PIN_SEPARATOR)
     digest = digest.lower().replace(":", "")
     if not mark:
         return url, ""

@@ -2,7 +2,7 @@
 
 A script is a generator: it yields a command, is sent the answer or thrown the error, and returns its value.
 It does no I/O itself, so the synchronous and the asynchronous client run the same scripts (`blocking.py`,
-`asynchronous.py`). A script has at most one stream open, and every wait is a `Sleep` that it yields. Each
+`asynchronous.py`). A script has at most one stream open, and every wait is a `SleepFor` that it yields. Each
 route is one function here; who sends the request, and how often, is decided elsewhere.
 """
 
@@ -19,7 +19,7 @@ from polarnode.core.codec.arrays import Arrays
 from polarnode.core.codec.forks import ForkOrder
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.codec.tasks import task_json
-from polarnode.core.codec.trajectories import Turns, read_scored, read_trajectory
+from polarnode.core.codec.trajectories import Turns, read_score_answer, read_trajectory
 from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused
@@ -91,18 +91,18 @@ class Close:
 
 
 @frozen
-class Sleep:
+class SleepFor:
     seconds: float
 
 
 @frozen
-class Give:
+class YieldValue:
     """Yield a value to the caller's loop. It is answered when the next value is requested."""
 
     value: Any
 
 
-Command = Ask | Open | Read | Close | Sleep | Give
+Command = Ask | Open | Read | Close | SleepFor | YieldValue
 Script = Generator[Command, Any, T]
 
 
@@ -218,12 +218,12 @@ def typed_request(
 
 # The parts of answers that are read here.
 @frozen(kw_only=True)
-class _Tasks:
+class _TasksPart:
     tasks: tuple[dict[str, Any], ...]
 
 
 @frozen(kw_only=True)
-class _Cancelled:
+class _CancelledPart:
     cancelled: bool
 
 
@@ -268,7 +268,7 @@ def task_status(task_id: str) -> ClientRequest[TaskStatus]:
 
 def tasks(*, limit: int, before: str | None) -> ClientRequest[list[dict[str, Any]]]:
     return request(
-        lambda body: list(read_answer(body, _Tasks).tasks),
+        lambda body: list(read_answer(body, _TasksPart).tasks),
         "GET",
         "/v1/tasks" + query_string(limit=limit, before=before),
     )
@@ -276,7 +276,7 @@ def tasks(*, limit: int, before: str | None) -> ClientRequest[list[dict[str, Any
 
 def cancel(task_id: str) -> ClientRequest[bool]:
     return request(
-        lambda body: read_answer(body, _Cancelled).cancelled, "DELETE", f"/v1/tasks/{part(task_id)}"
+        lambda body: read_answer(body, _CancelledPart).cancelled, "DELETE", f"/v1/tasks/{part(task_id)}"
     )
 
 
@@ -386,7 +386,7 @@ def score(rows: Iterable[ScoreRow | Trace], engine: str, adapter: str) -> Client
     }
 
     def read(answer: bytes) -> list[ScoredRow]:
-        return list(read_with(read_scored, answer).rows)
+        return list(read_with(read_score_answer, answer).rows)
 
     return request(read, "POST", "/v1/score?arrays=base64", body, silence_s=SCORE_SILENCE_S)
 

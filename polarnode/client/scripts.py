@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from polarnode.client.requests import ClientRequest, Close, Open, Read, Script, Sleep, T, ask
+from polarnode.client.requests import ClientRequest, Close, Open, Read, Script, SleepFor, T, ask
 from polarnode.client.values import ClientError, Event, Unreachable
 from polarnode.core.backoff import Backoff
 from polarnode.core.codec.json import read_json
@@ -27,7 +27,7 @@ PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
 @define(eq=False)
-class Patience:
+class RetryPatience:
     """How long one stream or one request is retried: `seconds` since the last sign of life."""
 
     seconds: float
@@ -56,13 +56,13 @@ class Patience:
         return min(pause, left)
 
 
-def patiently(request: ClientRequest[T], patience: Patience) -> Script[T]:
+def patiently(request: ClientRequest[T], patience: RetryPatience) -> Script[T]:
     """Send a request that takes effect once, and retry it after transient errors."""
     while True:
         try:
             return (yield from ask(request))
         except (ClientError, Unreachable) as error:
-            yield Sleep(patience.pause(error))
+            yield SleepFor(patience.pause(error))
 
 
 # ── events ────────────────────────────────────────────────────────────
@@ -104,11 +104,11 @@ class Block:
     data: bytes
 
 
-class Life:
+class SignOfLife:
     """A comment line: the node is alive and has no event."""
 
 
-LIFE: Final = Life()
+SIGN_OF_LIFE: Final = SignOfLife()
 
 
 @frozen
@@ -130,7 +130,7 @@ class Decoder:
     _id: str | None = field(default=None, init=False)
     _data: list[bytes] = field(factory=list, init=False)
 
-    def feed(self, data: bytes) -> Iterator[Block | Life | StreamBegun]:
+    def feed(self, data: bytes) -> Iterator[Block | SignOfLife | StreamBegun]:
         """Yield what is complete. Consume all of it before feeding more."""
         for whole in self._lines.feed(data):
             line = whole.removesuffix(b"\r")
@@ -141,15 +141,15 @@ class Decoder:
                 f"an event of the stream is larger than {MOST_BYTES >> 20} MiB: is this polarnode?"
             )
 
-    def _line(self, line: bytes) -> Iterator[Block | Life | StreamBegun]:
+    def _line(self, line: bytes) -> Iterator[Block | SignOfLife | StreamBegun]:
         if not line:
-            yield from self._block()
+            yield from self._end_block()
             return
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         match name:
             case b"":
-                yield LIFE
+                yield SIGN_OF_LIFE
             case b"event":
                 self._kind = value.decode(errors="replace")
             case b"id":
@@ -157,7 +157,7 @@ class Decoder:
             case b"data":
                 self._data.append(value)
 
-    def _block(self) -> Iterator[Block | StreamBegun]:
+    def _end_block(self) -> Iterator[Block | StreamBegun]:
         if self._id is not None and not self._data:
             yield StreamBegun(_cursor_of(self._id))
         if self._data:
@@ -217,7 +217,7 @@ def _garbled(why: str) -> Unreachable:
 CONTENT_TYPE = "text/event-stream"
 
 
-def insist_events(content_type: str) -> None:
+def require_event_stream(content_type: str) -> None:
     """Raise ClientError for an answer that is no stream of events."""
     if not content_type.startswith(CONTENT_TYPE):
         raise ClientError(
@@ -227,11 +227,11 @@ def insist_events(content_type: str) -> None:
         )
 
 
-class Over:
+class StreamEnd:
     """The stream has ended for good."""
 
 
-OVER: Final = Over()
+STREAM_END: Final = StreamEnd()
 
 
 @frozen(kw_only=True)
@@ -246,23 +246,23 @@ class Following:
 
 
 @define(eq=False)
-class Follower:
+class StreamFollower:
     """Reads the events of one stream, over as many connections as it needs."""
 
     following: Following
-    patience: Patience
+    patience: RetryPatience
     position: Cursor | None = field(init=False)
-    _pieces: Iterator[Block | Life | StreamBegun] | None = field(
+    _pieces: Iterator[Block | SignOfLife | StreamBegun] | None = field(
         default=None, init=False
     )  # None while nothing is open
     _decoder: Decoder = field(factory=Decoder, init=False)
-    _greeted: bool = field(default=False, init=False)
+    _has_greeted: bool = field(default=False, init=False)
 
     @position.default
     def _begins(self) -> Cursor | None:
         return self.following.after
 
-    def next(self) -> Script[Event | Life | Over]:
+    def next(self) -> Script[Event | SignOfLife | StreamEnd]:
         """Return the next event, or a sign of life, so that the caller can act as time passes."""
         while True:
             try:
@@ -271,28 +271,28 @@ class Follower:
                 if (found := self._decoded()) is not None:
                     return found
                 if not (yield from self._more()):
-                    return OVER
+                    return STREAM_END
             except (ClientError, Unreachable) as error:
                 self._pieces = None
                 yield Close()
-                yield Sleep(self.patience.pause(error))
+                yield SleepFor(self.patience.pause(error))
 
     def _open(self) -> Script[None]:
         headers = {} if self.position is None else {"Last-Event-ID": self.position.text}
         request: ClientRequest[Any] = ClientRequest(
             method="GET", path=self.following.path, headers=headers, read=bytes
         )
-        insist_events((yield Open(request)))
-        self._decoder, self._pieces, self._greeted = Decoder(), iter(()), False
+        require_event_stream((yield Open(request)))
+        self._decoder, self._pieces, self._has_greeted = Decoder(), iter(()), False
 
-    def _decoded(self) -> Event | Life | None:
+    def _decoded(self) -> Event | SignOfLife | None:
         """Return the next event or sign of life in the bytes read so far; None when more bytes are needed."""
         for piece in self._pieces or ():
-            if isinstance(piece, Life):
-                if self._greeted:
+            if isinstance(piece, SignOfLife):
+                if self._has_greeted:
                     self.patience.renew()
-                self._greeted = True
-                return LIFE
+                self._has_greeted = True
+                return SIGN_OF_LIFE
             if isinstance(piece, StreamBegun):
                 self.position = self.position or piece.position
                 continue

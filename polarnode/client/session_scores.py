@@ -20,7 +20,7 @@ from polarnode.groups.policy_difference import RowToScore, SessionDifference, co
 POLICY: Final = "policy"
 # of one request: the node takes 1,024 rows and 4,194,304 tokens (docs/teachers.md); longer sessions are sent
 # in several
-MOST_ROWS, MOST_TOKENS = 1024, 1 << 22
+MAX_ROWS, MOST_TOKENS = 1024, 1 << 22
 
 
 @frozen(kw_only=True)
@@ -31,16 +31,16 @@ class HeldWeights:
     adapters: AdaptersState
     teachers: tuple[str, ...]
 
-    def choose(self, name: str) -> "Chosen":
+    def choose(self, name: str) -> "ChosenWeights":
         """The weights that a name means. Raises Refused, naming those that are held, for any other."""
         if name == POLICY or (name == self.version and name):
-            return Chosen(engine=POLICY, version=None if name == POLICY else name)
+            return ChosenWeights(engine=POLICY, version=None if name == POLICY else name)
         for each in self.adapters.adapters:
             if each.version and name in (each.name, each.version):
                 version = each.version if name == each.version != each.name else None
-                return Chosen(engine=POLICY, adapter=each.name, version=version)
+                return ChosenWeights(engine=POLICY, adapter=each.name, version=version)
         if name in self.teachers:
-            return Chosen(engine=name)
+            return ChosenWeights(engine=name)
         held = [f"{self.version or 'weights without a name'} (policy)"]
         held += [f"{each.version} (adapter {each.name})" for each in self.adapters.adapters if each.version]
         held += [f"the teacher {each}" for each in self.teachers]
@@ -52,7 +52,7 @@ class HeldWeights:
 
 
 @frozen(kw_only=True)
-class Chosen:
+class ChosenWeights:
     """Weights as POST /v1/score names them. `version`: the one that must score, where it was named."""
 
     engine: str
@@ -84,8 +84,8 @@ def score_session(session_id: str, weights: str) -> Script[SessionDifference]:
 
 def _held() -> Script[HeldWeights]:
     status = yield from ask(requests.status())
-    weights = yield from _where_there_are(requests.weights_status())
-    adapters = yield from _where_there_are(requests.adapters())
+    weights = yield from _none_if_absent(requests.weights_status())
+    adapters = yield from _none_if_absent(requests.adapters())
     return HeldWeights(
         version="" if weights is None else weights.version,
         adapters=adapters or AdaptersState(),
@@ -93,7 +93,7 @@ def _held() -> Script[HeldWeights]:
     )
 
 
-def _where_there_are(request: ClientRequest[T]) -> Script[T | None]:
+def _none_if_absent(request: ClientRequest[T]) -> Script[T | None]:
     """None of a node that samples from servers of somebody else: it has neither weights nor adapters."""
     try:
         return (yield from ask(request))
@@ -109,7 +109,7 @@ def _requests(rows: Sequence[RowToScore]) -> Iterator[list[RowToScore]]:
     tokens = 0
     for each in rows:
         length = len(each.row.token_ids)
-        if part and (len(part) == MOST_ROWS or tokens + length > MOST_TOKENS):
+        if part and (len(part) == MAX_ROWS or tokens + length > MOST_TOKENS):
             yield part
             part, tokens = [], 0
         part.append(each)

@@ -19,12 +19,12 @@ from attrs import define, evolve, field, frozen
 from polarnode.client.requests import (
     ClientRequest,
     Close,
-    Give,
     Left,
     Open,
     Read,
     Script,
-    Sleep,
+    SleepFor,
+    YieldValue,
     acknowledge,
     adapters,
     ask,
@@ -36,12 +36,12 @@ from polarnode.client.requests import (
 from polarnode.client.scripts import (
     Block,
     Decoder,
-    Follower,
     Lines,
-    Over,
-    Patience,
-    insist_events,
+    RetryPatience,
+    StreamEnd,
+    StreamFollower,
     patiently,
+    require_event_stream,
 )
 from polarnode.client.values import ClientError, Event, Unreachable, read_answer, read_object
 from polarnode.core.codec.arrays import Arrays
@@ -60,7 +60,7 @@ REMEMBERED = 1 << 16
 
 
 @frozen(kw_only=True)
-class Gathered:
+class GatheredGroup:
     """A group that has ended: the trajectories that were kept, and the session ids that have to be fetched
     again.
     """
@@ -98,7 +98,7 @@ class Collector:
     _open: dict[str, _Open] = field(factory=dict, init=False)
     _given: dict[str, None] = field(factory=dict, init=False)  # tasks, oldest first
     # given, and not acknowledged by their reader yet: where each begins
-    _owed: dict[str, int] = field(factory=dict, init=False)
+    _unacknowledged: dict[str, int] = field(factory=dict, init=False)
     _seen: Cursor = field(factory=Cursor, init=False)
     _size: int = field(default=0, init=False)
 
@@ -106,7 +106,7 @@ class Collector:
     def position(self) -> Cursor:
         """The last event up to which everything is done."""
         # copies: a reader's other thread may acknowledge while this one reads
-        held = [*(each.first for each in tuple(self._open.values())), *tuple(self._owed.values())]
+        held = [*(each.first for each in tuple(self._open.values())), *tuple(self._unacknowledged.values())]
         return evolve(self._seen, position=min([self._seen.position, *(first - 1 for first in held)]))
 
     @property
@@ -114,7 +114,7 @@ class Collector:
         """The task that holds the position back for longest; None if there is none."""
         return next(iter(self._open), None)
 
-    def add(self, event: Event) -> Gathered | None:
+    def add(self, event: Event) -> GatheredGroup | None:
         """Add one event. Return the group that it ends, unless that group was yielded before."""
         if event.kind == "gap":
             self._pass_gap(event)
@@ -123,7 +123,7 @@ class Collector:
             case "trajectory":
                 self._keep(event)
             case "group":
-                return self._gather(event)
+                return self._gather_group(event)
             case "unreadable":
                 self._pass_unreadable(event)
         return None
@@ -131,17 +131,17 @@ class Collector:
     def done(self, task_id: str) -> None:
         """Record that the caller has finished a group."""
         self.forget(task_id)
-        self._owed.pop(task_id, None)
+        self._unacknowledged.pop(task_id, None)
         self._given[task_id] = None
         if len(self._given) > REMEMBERED:
             del self._given[next(iter(self._given))]
 
-    def gave(self, task_id: str) -> None:
+    def mark_given(self, task_id: str) -> None:
         """Record that the caller has a group, which holds the position until it is acknowledged."""
         held = self._open.get(task_id)
         self.done(task_id)
         if held is not None:  # else it was acknowledged while the caller had it
-            self._owed[task_id] = held.first
+            self._unacknowledged[task_id] = held.first
 
     def forget(self, task_id: str) -> None:
         """Stop waiting for a task."""
@@ -155,24 +155,24 @@ class Collector:
         trajectory = event.trajectory
         if trajectory is None or self._knows(trajectory.task_id):
             return
-        whose = self._waited(trajectory.task_id, event)
+        whose = self._open_task(trajectory.task_id, event)
         if trajectory.session_id not in whose.kept and self._size + event.size <= self.kept_bytes:
             whose.kept[trajectory.session_id] = trajectory
             whose.size += event.size
             self._size += event.size
 
-    def _gather(self, event: Event) -> Gathered | None:
+    def _gather_group(self, event: Event) -> GatheredGroup | None:
         group = read_group(event.data)
         if self._knows(group.task_id):
             self.forget(group.task_id)
             return None
         # the group holds the position until it is done
-        whose = self._waited(group.task_id, event)
+        whose = self._open_task(group.task_id, event)
         kept = tuple(whose.kept[each.session_id] for each in group.members if each.session_id in whose.kept)
         missing = tuple(each.session_id for each in group.members if each.session_id not in whose.kept)
-        return Gathered(group=group, kept=kept, missing=missing)
+        return GatheredGroup(group=group, kept=kept, missing=missing)
 
-    def _waited(self, task_id: str, event: Event) -> _Open:
+    def _open_task(self, task_id: str, event: Event) -> _Open:
         """A task that needs this event."""
         return self._open.setdefault(task_id, _Open(first=event.seq))
 
@@ -192,31 +192,31 @@ class Collector:
             for task_id in [each for each, task in self._open.items() if task.first > gap.seq]:
                 self.forget(task_id)
             # their caller works on them still, and they hold the position until he has done so
-            for task_id, first in tuple(self._owed.items()):
-                self._owed[task_id] = min(first, gap.seq + 1)
+            for task_id, first in tuple(self._unacknowledged.items()):
+                self._unacknowledged[task_id] = min(first, gap.seq + 1)
 
 
 # ── acks ────────────────────────────────────────────────────────────
 
 # seconds between acknowledgements: each is one request and one commit; a lost one only repeats events
-ACK_EVERY_S = 1.0
+ACK_INTERVAL_S = 1.0
 # for the acknowledgements of a reader that leaves early: longer would look like a loop that does not end
-LEAVE_S = 5.0
+LEAVE_TIMEOUT_S = 5.0
 
 
 @define(eq=False)
-class Acks:
+class Acknowledgements:
     """The acknowledgements of one stream; without a consumer there are none."""
 
     consumer: str | None
     patience_s: float
     now: Callable[[], float]
-    every_s: float = ACK_EVERY_S
+    every_s: float = ACK_INTERVAL_S
     _done: Cursor = field(factory=Cursor, init=False)
     _sent: Cursor = field(factory=Cursor, init=False)
-    _said_at: float = field(init=False)
+    _sent_at: float = field(init=False)
 
-    @_said_at.default
+    @_sent_at.default
     def _begins(self) -> float:
         return self.now()
 
@@ -234,9 +234,9 @@ class Acks:
 
     def report(self) -> Script[None]:
         """Acknowledge if the position has moved and `every_s` seconds have passed since the last time."""
-        if self.consumer is None or not self._news or self.now() - self._said_at < self.every_s:
+        if self.consumer is None or not self._news or self.now() - self._sent_at < self.every_s:
             return
-        self._said_at = self.now()
+        self._sent_at = self.now()
         try:
             yield from ask(acknowledge(self.consumer, self._done))
             self._sent = self._done
@@ -250,7 +250,7 @@ class Acks:
         """Acknowledge at once, with retries. Raises ClientError and Unreachable when the patience ends."""
         if self.consumer is None or not self._news:
             return
-        yield from patiently(acknowledge(self.consumer, self._done), Patience(self.patience_s, self.now))
+        yield from patiently(acknowledge(self.consumer, self._done), RetryPatience(self.patience_s, self.now))
         self._sent = self._done
 
     def report_leaving(self) -> Script[None]:
@@ -259,9 +259,9 @@ class Acks:
         """
         if self.consumer is None or not self._news:
             return
-        request = evolve(acknowledge(self.consumer, self._done), silence_s=LEAVE_S)
+        request = evolve(acknowledge(self.consumer, self._done), silence_s=LEAVE_TIMEOUT_S)
         try:
-            yield from patiently(request, Patience(min(self.patience_s, LEAVE_S), self.now))
+            yield from patiently(request, RetryPatience(min(self.patience_s, LEAVE_TIMEOUT_S), self.now))
         except (ClientError, Unreachable) as error:
             logger.warning(
                 "the last acknowledgement did not arrive, and what it covers comes again: %s", error
@@ -274,18 +274,18 @@ class Acks:
 logger = logging.getLogger(__name__)
 
 # after so many seconds, check the task that holds the position: one without a record would hold it for ever
-LOOK_AFTER_S = 60.0
+CHECK_AFTER_S = 60.0
 ABSENT = (404, 410)  # of a trajectory: pruned, or in a row that is damaged
 
 
-def events(follower: Follower, acks: Acks) -> Script[None]:
+def events(follower: StreamFollower, acks: Acknowledgements) -> Script[None]:
     """Give every event."""
     try:
         follower.patience.renew()  # the time limit begins with the first read
-        while not isinstance(event := (yield from follower.next()), Over):
+        while not isinstance(event := (yield from follower.next()), StreamEnd):
             yield from acks.report()
             if isinstance(event, Event):
-                yield Give(event)
+                yield YieldValue(event)
                 follower.patience.renew()  # the time that the caller took does not count
                 acks.move(event.cursor)
                 yield from acks.report()
@@ -295,7 +295,7 @@ def events(follower: Follower, acks: Acks) -> Script[None]:
         yield from acks.report_now()
 
 
-def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
+def live_sessions(*, follow: bool, patience: RetryPatience) -> Script[None]:
     """Give every change of live sessions. A new connection begins with all that are live; nodes that were
     known before are given as without sessions first.
     """
@@ -303,7 +303,7 @@ def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
     nodes: dict[str, None] = {}
     while True:
         try:
-            insist_events((yield Open(live_changes(follow=follow))))
+            require_event_stream((yield Open(live_changes(follow=follow))))
             decoder = Decoder()
             while data := (yield Read()):
                 for piece in decoder.feed(data):
@@ -311,7 +311,7 @@ def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
                     if isinstance(piece, Block):
                         changes = read_answer(piece.data, SessionChanges)
                         nodes[changes.node] = None
-                        yield Give(changes)
+                        yield YieldValue(changes)
             if not follow:
                 return
             raise Unreachable("the node keeps ending the stream")
@@ -319,24 +319,24 @@ def live_sessions(*, follow: bool, patience: Patience) -> Script[None]:
             yield Close()
             pause = patience.pause(error)
         for node in nodes:
-            yield Give(SessionChanges(node=node, sessions=(), whole=True))
+            yield YieldValue(SessionChanges(node=node, sessions=(), whole=True))
         nodes.clear()
-        yield Sleep(pause)
+        yield SleepFor(pause)
 
 
 # ── groups ────────────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
-class Groups:
+class GroupStream:
     """Gives one reader's groups, assembled by `collector`.
 
     `on_request`: a group is finished when the next one is requested; else only when its `ack` is called,
     which runs a script by `run`.
     """
 
-    follower: Follower
-    acks: Acks
+    follower: StreamFollower
+    acks: Acknowledgements
     collector: Collector
     patience_s: float
     now: Callable[[], float]
@@ -345,15 +345,15 @@ class Groups:
     turns: Turns = "table"
     arrays: Arrays = "base64"
     _holder: str | None = None  # the task that held the position at the last check, and since when
-    _since: float = 0.0
+    _held_since: float = 0.0
 
     def script(self) -> Script[None]:
         try:
             self.follower.patience.renew()  # the time limit begins with the first read
-            while not isinstance(event := (yield from self.follower.next()), Over):
+            while not isinstance(event := (yield from self.follower.next()), StreamEnd):
                 gathered = self.collector.add(event) if isinstance(event, Event) else None
                 if gathered is not None:
-                    yield from self._give(gathered)
+                    yield from self._give_group(gathered)
                 yield from self._look()
                 if self.on_request:
                     self.acks.move(self.collector.position)
@@ -371,19 +371,19 @@ class Groups:
         self.acks.move(self.collector.position)
         return self.run(self.acks.report_now())
 
-    def _give(self, gathered: Gathered) -> Script[None]:
+    def _give_group(self, gathered: GatheredGroup) -> Script[None]:
         fetched = []
         for session_id in gathered.missing:
             found = yield from self._fetch(session_id)
             fetched += [] if found is None else [found]
         group = yield from self._judge_again(gathered.whole(fetched))
         task_id = group.task_id
-        yield Give(evolve(group, acknowledge=GroupAck(self, task_id) if self.acks.consumer else None))
+        yield YieldValue(evolve(group, acknowledge=GroupAck(self, task_id) if self.acks.consumer else None))
         self.follower.patience.renew()  # the time that the caller took does not count
         if self.on_request or self.acks.consumer is None:
             self.collector.done(task_id)
         else:
-            self.collector.gave(task_id)
+            self.collector.mark_given(task_id)
 
     def _judge_again(self, group: Group) -> Script[Group]:
         """The group as its task judges it now: weights may have been updated since it ended. A node that
@@ -392,7 +392,7 @@ class Groups:
         if group.requires is None or group.requires.max_staleness is None:
             return group
         try:
-            weights = yield from patiently(weights_status(), Patience(self.patience_s, self.now))
+            weights = yield from patiently(weights_status(), RetryPatience(self.patience_s, self.now))
             histories = [weights.versions]
             sampled = {
                 span.version
@@ -401,7 +401,7 @@ class Groups:
                 for span in trace.version_spans
             }
             if not sampled.issubset(weights.versions):  # by an adapter, whose versions are its own
-                found = yield from patiently(adapters(), Patience(self.patience_s, self.now))
+                found = yield from patiently(adapters(), RetryPatience(self.patience_s, self.now))
                 histories += [each.versions for each in found.adapters]
         except ClientError as error:
             logger.warning("the staleness of group %s is that of its end: %s", group.group_id, error)
@@ -414,7 +414,7 @@ class Groups:
         """
         try:
             request = trajectory(session_id, turns=self.turns, arrays=self.arrays)
-            return (yield from patiently(request, Patience(self.patience_s, self.now)))
+            return (yield from patiently(request, RetryPatience(self.patience_s, self.now)))
         except ClientError as error:
             if error.status not in ABSENT:
                 raise
@@ -430,10 +430,10 @@ class Groups:
         group never ends.
         """
         if self.collector.oldest != self._holder:
-            self._holder, self._since = self.collector.oldest, self.now()
-        if self._holder is None or self.now() - self._since < LOOK_AFTER_S:
+            self._holder, self._held_since = self.collector.oldest, self.now()
+        if self._holder is None or self.now() - self._held_since < CHECK_AFTER_S:
             return
-        self._since = self.now()
+        self._held_since = self.now()
         try:
             yield from ask(task_status(self._holder))
         except Unreachable:
@@ -449,7 +449,7 @@ class GroupAck:
     stream and its connection stay here.
     """
 
-    groups: Groups
+    groups: GroupStream
     task_id: str
 
     def __call__(self) -> Any:
@@ -465,9 +465,9 @@ class GroupAck:
 def pieces(request: ClientRequest[bytes]) -> Script[None]:
     """Give a body in pieces as they arrive. The first is b"", once the node has accepted the request."""
     yield Open(request)
-    yield Give(b"")
+    yield YieldValue(b"")
     while data := (yield Read()):
-        yield Give(data)
+        yield YieldValue(data)
 
 
 def objects(request: ClientRequest[bytes]) -> Script[None]:
@@ -478,4 +478,4 @@ def objects(request: ClientRequest[bytes]) -> Script[None]:
     whole = Lines()
     while data := (yield Read()):
         for line in whole.feed(data):
-            yield Give(read_object(line))
+            yield YieldValue(read_object(line))

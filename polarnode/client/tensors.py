@@ -26,7 +26,7 @@ from uuid import uuid4
 
 from attrs import define, field, frozen
 
-from polarnode.client.scripts import Patience
+from polarnode.client.scripts import RetryPatience
 from polarnode.client.values import ClientError, Unreachable
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
@@ -43,7 +43,7 @@ Bucket = dict[str, Json]
 Transport = Literal["disk", "tensor", "distributed"]
 # one request for each bucket: a few dozen for a model of 30 GB, and the copies held meanwhile stay small
 BUCKET_BYTES = 512 << 20
-DEVICE = 6  # index of the device in torch's reduction of a CUDA tensor
+DEVICE_INDEX = 6  # index of the device in torch's reduction of a CUDA tensor
 # bytes of one file of a checkpoint: the Hugging Face Hub's usual size; each is held in memory while it is
 # written
 FILE_BYTES = 5 << 30
@@ -51,7 +51,7 @@ KEPT_FOLDERS = 3  # the one that is served, the one before, and one that a resta
 MARK = "polarnode.json"  # is in the folders that `save_checkpoint` wrote; others are never deleted
 # files of a model's folder that are not copied beside new weights
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-JOINED_S = 60.0  # seconds for the trainer's end of a group once the node's end reports it complete
+JOIN_TIMEOUT_S = 60.0  # seconds for the trainer's end of a group once the node's end reports it complete
 
 
 # ── after an optimizer step ────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ def push_tensors(
                 " same path) and model= (the folder of the checkpoint that training began with)"
             )
         return _push_disk(client, version, named, Path(folder), Path(model), mode, keep)
-    source = _Source(named, again=transport == "tensor")
+    source = _TensorSource(named, again=transport == "tensor")
     if transport == "tensor":
         return _push(client, version, source, lambda: buckets(source, bucket_bytes=bucket_bytes), None, mode)
     if group is None:
@@ -105,7 +105,7 @@ def push_tensors(
 
 
 @define(eq=False)
-class _Source:
+class _TensorSource:
     """Tensors to send. `repeatable`: a broken connection costs nothing, they can be sent (again)."""
 
     named: "Mapping[str, torch.Tensor] | Iterable[Named]"
@@ -129,13 +129,13 @@ def pairs(named: "Mapping[str, torch.Tensor] | Iterable[Named]") -> "Iterable[Na
 def _push(
     client: "PolarnodeClient",
     version: str,
-    source: _Source,
+    source: _TensorSource,
     make: Callable[[], Iterator[Bucket]],
     group: "WeightsGroup | None",
     mode: UpdateMode,
 ) -> WeightsReport:
     """Push buckets, and again after transient errors while `source` is repeatable."""
-    patience = Patience(client.patience_s, time.monotonic)
+    patience = RetryPatience(client.patience_s, time.monotonic)
     while True:
         try:
             if group is None:
@@ -150,7 +150,7 @@ def _push(
 def _push_distributed(
     client: "PolarnodeClient",
     version: str,
-    source: _Source,
+    source: _TensorSource,
     group: "WeightsGroup",
     mode: UpdateMode,
     bucket_bytes: int,
@@ -207,10 +207,12 @@ def push_adapter(
     text = json.dumps(
         dict(settings), default=lambda each: sorted(each) if isinstance(each, set) else str(each)
     )
-    return client.send_adapter(name, version, _safetensors(dict(pairs(adapter)), {"adapter_config": text}))
+    return client.send_adapter(
+        name, version, _safetensors_bytes(dict(pairs(adapter)), {"adapter_config": text})
+    )
 
 
-def _safetensors(named: dict[str, Any], metadata: dict[str, str]) -> bytes:
+def _safetensors_bytes(named: dict[str, Any], metadata: dict[str, str]) -> bytes:
     """The bytes of a safetensors file."""
     try:
         if not any(hasattr(each, "detach") for each in named.values()):
@@ -253,7 +255,7 @@ class WeightsGroup:
             own = threading.Thread(target=lambda: opened.append(open_group(**where)), daemon=True)
             own.start()
             client.join_weights_group(**where)
-            own.join(JOINED_S)
+            own.join(JOIN_TIMEOUT_S)
             if not opened:
                 raise Unreachable(f"this process did not complete the group {self.name!r}: see its own error")
             self._group = opened[0]
@@ -324,7 +326,7 @@ def save_checkpoint(
     files of `model` are copied. A tied output head is left out where `model` leaves it out. Raises Refused
     where safetensors is not installed or `model` is no folder with a checkpoint in safetensors.
     """
-    types = _types(model)
+    types = _tensor_types(model)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".writing-*"):  # by a trainer that was killed
@@ -335,10 +337,10 @@ def save_checkpoint(
         for file in sorted(model.iterdir()):
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and file.name != MARK:
                 shutil.copyfile(file, writing / file.name)
-        _write_tensors(writing, _as_in(types, named), file_bytes)
+        _write_tensors(writing, _cast_to_types(types, named), file_bytes)
         (writing / MARK).write_text(json.dumps({"version": version}))
         for file in (*writing.iterdir(), writing):
-            _sync(file)
+            _sync_path(file)
         return _placed(
             writing, folder, re.sub(r"[^\w.-]", "_", version, flags=re.ASCII).lstrip(".")[:128] or "weights"
         )
@@ -346,7 +348,7 @@ def save_checkpoint(
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def _types(model: Path) -> dict[str, str]:
+def _tensor_types(model: Path) -> dict[str, str]:
     """The tensors of a checkpoint with their types, such as BF16."""
     try:
         from safetensors import safe_open
@@ -366,7 +368,7 @@ def _types(model: Path) -> dict[str, str]:
     return found
 
 
-def _as_in(
+def _cast_to_types(
     types: Mapping[str, str], named: "Mapping[str, torch.Tensor] | Iterable[Named]"
 ) -> "Iterator[Named]":
     """Tensors on the CPU, each with memory of its own, as a checkpoint with `types` has them."""
@@ -403,7 +405,7 @@ def _placed(writing: Path, folder: Path, name: str) -> tuple[Path, bool]:
         path = folder / (name if number == 1 else f"{name}-{number}")
         if not path.exists():
             writing.rename(path)
-            _sync(folder)
+            _sync_path(folder)
             return path, True
         files = sorted(each.name for each in writing.iterdir())
         there = sorted(each.name for each in path.iterdir()) if path.is_dir() else []
@@ -412,7 +414,7 @@ def _placed(writing: Path, folder: Path, name: str) -> tuple[Path, bool]:
     return path, False
 
 
-def _sync(path: Path) -> None:
+def _sync_path(path: Path) -> None:
     """Put a file or a folder's names on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -496,9 +498,9 @@ def payload(named: Iterable[Named]) -> Payload:
     from torch import multiprocessing
 
     sharing: Any = multiprocessing  # its functions have no types
-    file, held = BytesIO(), [(name, _shareable(tensor)) for name, tensor in named]
+    file, held = BytesIO(), [(name, _shareable_tensor(tensor)) for name, tensor in named]
     pickler = ForkingPickler(file, 4)
-    pickler.dispatch_table[torch.Tensor] = _reduced
+    pickler.dispatch_table[torch.Tensor] = _reduce_tensor
     before = sharing.get_sharing_strategy()
     # by name: descriptors are passed by a server that only this process's children may use
     sharing.set_sharing_strategy("file_system")
@@ -509,7 +511,7 @@ def payload(named: Iterable[Named]) -> Payload:
     return Payload(b64encode(file.getvalue()).decode(), held)
 
 
-def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
+def _shareable_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return the tensor to share. On a CPU this is a copy: sharing moves memory that the trainer's optimizer
     refers to.
     """
@@ -519,7 +521,7 @@ def _shareable(tensor: "torch.Tensor") -> "torch.Tensor":
     return plain.contiguous() if plain.is_cuda else plain.clone(memory_format=torch.contiguous_format)
 
 
-def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
+def _reduce_tensor(tensor: "torch.Tensor") -> tuple[Any, ...]:
     """Reduce a tensor as torch does, but name a GPU by its UUID: its index differs in a process that sees
     other GPUs. SGLang reads both.
     """
@@ -528,9 +530,9 @@ def _reduced(tensor: "torch.Tensor") -> tuple[Any, ...]:
 
     reduce: Any = reductions.reduce_tensor
     rebuild, args = reduce(tensor)
-    if tensor.is_cuda and isinstance(args[DEVICE], int):
-        uuid = str(torch.cuda.get_device_properties(args[DEVICE]).uuid)
-        args = (*args[:DEVICE], uuid, *args[DEVICE + 1 :])
+    if tensor.is_cuda and isinstance(args[DEVICE_INDEX], int):
+        uuid = str(torch.cuda.get_device_properties(args[DEVICE_INDEX]).uuid)
+        args = (*args[:DEVICE_INDEX], uuid, *args[DEVICE_INDEX + 1 :])
     return rebuild, args
 
 

@@ -81,7 +81,7 @@ T = TypeVar("T")
 
 # No room now (429, 503), or an intermediary whose node is being restarted (502, 504). 507 is not one of them:
 # a full disk needs an operator.
-PASSING = (429, 502, 503, 504)
+TRANSIENT_STATUSES = (429, 502, 503, 504)
 
 
 class ClientError(PolarnodeError):
@@ -109,7 +109,7 @@ class ClientError(PolarnodeError):
     @property
     def passes(self) -> bool:
         """Whether a later retry can succeed."""
-        return self.status in PASSING
+        return self.status in TRANSIENT_STATUSES
 
 
 class Unreachable(PolarnodeError):

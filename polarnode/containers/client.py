@@ -1,11 +1,11 @@
 """Calls to the Podman service: raw HTTP/1.1 on Trio streams, and podman-py in threads.
 
-The raw part carries what may take long or must be cancelled, above all the hijacked stream of an exec
-(`exec.py`): podman-py cannot feed, bound or cancel an exec. Everything else goes through podman-py, which is
-synchronous and whose sessions are not for sharing: each call borrows one client, a few at a time. Invariant:
-only calls that are short and end by themselves (the socket has a deadline) go through a thread, because a
-thread cannot be cancelled; and none is abandoned, because a create whose answer nobody reads would leave an
-unrecorded container.
+The raw part carries calls that may take long or must be cancelled, above all the hijacked stream of an exec
+(`exec.py`), because podman-py cannot feed, bound or cancel an exec. Everything else goes through podman-py.
+It is synchronous and its sessions cannot be shared, so each call borrows one client, and a few calls run at a
+time. Invariant: only calls that are short and end by themselves (the socket has a deadline) go through a
+thread, because a thread cannot be cancelled. No such call is abandoned, because a create whose answer nobody
+reads would leave an unrecorded container.
 """
 
 import json
@@ -30,10 +30,12 @@ from polarnode.core.errors import RuntimeFault, boundary
 
 READ = 64 * 1024  # bytes at a time: conmon writes frames of at most 8 KiB, several fit
 BODY_LIMIT = 4 << 20  # bytes of an answer: an inspect is 10 KB
-# on a copy of a prepared container: the time of files placed in it, which is not that of the copy
+# This label of a copy of a prepared container has the time of files that are placed in it. The copy itself is
+# newer.
 LABEL_FILES_TIME = "polarnode.files_time"
-# 1990: images built reproducibly say 1970, and zip archives (wheels among them) begin in 1980
-EARLIEST_S = 631_152_000
+# The year 1990. Images that are built reproducibly say 1970, and times in zip archives (wheels, for example)
+# begin in 1980.
+EARLIEST_TIME_S = 631_152_000
 API = "/v4.0.0/libpod"  # the service takes any version in the path, 4 and 5 alike
 
 
@@ -58,17 +60,17 @@ class PodmanReply:
 
 
 @define(eq=False)
-class Hijacked:
-    """A stream after the protocol switch: raw bytes both ways, beginning with those that came with the
-    response.
+class HijackedStream:
+    """A stream after the protocol switch: raw bytes in both directions. The first bytes received are those
+    that came together with the response.
     """
 
     stream: trio.SocketStream
     _early: bytes = field(default=b"")
 
     async def receive(self) -> bytes:
-        """Some bytes, empty at the end. A broken connection counts as an end, since neither proves that the
-        program ended.
+        """Receive some bytes; none means the end. A broken connection counts as an end too, because neither
+        proves that the program ended.
         """
         if self._early:
             early, self._early = self._early, b""
@@ -92,7 +94,7 @@ async def call(socket: Path, method: str, path: str, body: Mapping[str, Json] | 
 
 
 @asynccontextmanager
-async def hijack(socket: Path, path: str, body: Mapping[str, Json]) -> AsyncIterator[Hijacked]:
+async def hijack_stream(socket: Path, path: str, body: Mapping[str, Json]) -> AsyncIterator[HijackedStream]:
     """POST and take the connection over. Raises RuntimeFault with the service's message when it refuses."""
     with boundary(RuntimeFault, "the podman service does not answer"):
         stream = await trio.open_unix_socket(str(socket))
@@ -143,10 +145,10 @@ async def _rest(stream: trio.SocketStream, connection: h11.Connection, status: i
     return PodmanReply(status=status, body=bytes(body))
 
 
-async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> Hijacked:
+async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> HijackedStream:
     head = await _event(stream, connection)
     if isinstance(head, h11.InformationalResponse) and head.status_code == 101:
-        return Hijacked(stream, connection.trailing_data[0])
+        return HijackedStream(stream, connection.trailing_data[0])
     (await _rest(stream, connection, head.status_code)).json()
     raise RuntimeFault(f"podman: an exec was answered with {head.status_code} and no stream")
 
@@ -154,10 +156,10 @@ async def _taken_over(stream: trio.SocketStream, connection: h11.Connection) -> 
 # ── podman-py in threads ──────────────────────────────────────────────────────
 
 Answer = TypeVar("Answer")
-# seconds without a byte before a call fails: ten times the 3 s seen with 32 calls on two cores
+# A call fails after this many seconds without a byte. The longest seen was 3 s, with 32 calls on two cores.
 CALL_S = 90.0
 
-# Seconds before a removal or a listing is tried again: conmon's own cleanup of an ended container may keep a
+# Seconds before a removal or a listing is tried again. conmon's own cleanup of an ended container may keep a
 # mount busy, and a listing fails when any node of the store removes a listed container meanwhile.
 PAUSES = Backoff(first_s=0.1, longest_s=2.0, factor=5.0)
 RETRIES = 3
@@ -220,8 +222,8 @@ class ContainerClient:
             self._idle.get().close()
 
     async def create(self, spec: Mapping[str, Json]) -> str:
-        """Create a container from a libpod spec and return its id. A raw call: podman-py has no field for
-        `timeout`.
+        """Create a container from a libpod spec and return its id. The spec is posted as it is, because
+        podman-py has no field for `timeout`.
         """
         return await self._call(
             "create",
@@ -246,7 +248,9 @@ class ContainerClient:
         return await self._call("init", work)
 
     async def placed(self, container: str) -> PlacedContainer:
-        """Where a container is, whether it was started or not. Raises RuntimeFault where it has no layer."""
+        """Find where a container is, whether it was started or not. Raises RuntimeFault if it has no
+        layer.
+        """
 
         def work(client: Any) -> PlacedContainer:
             found = _checked(client.api.get(f"/containers/{container}/json")).json()
@@ -264,7 +268,7 @@ class ContainerClient:
         return await self._call("inspect", work)
 
     async def restore(self, container: str) -> None:
-        """Make the processes of a container of what is in its bundle."""
+        """Restore the processes of a container from the checkpoint in its bundle."""
         await self._call(
             "restore",
             lambda client: _checked(
@@ -283,8 +287,9 @@ class ContainerClient:
         return int(found["State"]["Pid"])
 
     async def files_time(self, image: str) -> int:
-        """The modification time of what is placed in containers of an image, in seconds since 1970: just
-        after the image was made, so that it is later than all in it and the same in each container.
+        """The modification time of files that are placed in containers of an image, in seconds since 1970. It
+        is just after the image was made, so that it is later than all times in the image and the same in each
+        container.
         """
         inspected = await self._call(
             "inspect", lambda client: _checked(client.api.get(f"/images/{image}/json")).json()
@@ -293,7 +298,7 @@ class ContainerClient:
         if kept is not None and str(kept).isdigit():
             return int(kept)
         made = datetime.fromisoformat(str(inspected["Created"])).timestamp()
-        return max(int(made) + 1, EARLIEST_S)
+        return max(int(made) + 1, EARLIEST_TIME_S)
 
     async def image_id(self, image: str) -> str:
         """The id of an image that is in the store."""
@@ -333,7 +338,7 @@ class ContainerClient:
             if answer.status_code != 404:
                 _checked(answer)
 
-        await self._persistent("remove", work)
+        await self._call_retrying("remove", work)
 
     async def list_labelled(self, label: str) -> Sequence[ListedContainer]:
         """List every container that has the label, running or not."""
@@ -351,7 +356,7 @@ class ContainerClient:
                 for each in found
             ]
 
-        return await self._persistent("list", work)
+        return await self._call_retrying("list", work)
 
     async def all_ids(self) -> frozenset[str]:
         """The ids of all containers of the store, whichever node made them."""
@@ -362,10 +367,10 @@ class ContainerClient:
                 for each in _checked(client.api.get("/containers/json", params={"all": True})).json()
             )
 
-        return await self._persistent("list", work)
+        return await self._call_retrying("list", work)
 
-    async def _persistent(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
-        """A call that is safe to repeat, with retries."""
+    async def _call_retrying(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
+        """Make a call that is safe to repeat, with retries."""
         for attempt in range(RETRIES):
             try:
                 return await self._call(what, work)
@@ -375,9 +380,9 @@ class ContainerClient:
 
     async def _call(self, what: str, work: "Callable[[Any], Answer]") -> Answer:
         with boundary(RuntimeFault, f"podman {what}"):
-            return await trio.to_thread.run_sync(self._borrowed, work, limiter=self.limiter)
+            return await trio.to_thread.run_sync(self._with_client, work, limiter=self.limiter)
 
-    def _borrowed(self, work: "Callable[[Any], Answer]") -> Answer:
+    def _with_client(self, work: "Callable[[Any], Answer]") -> Answer:
         client = self._idle.get_nowait()  # at most as many as the limiter allows
         try:
             return work(client)
@@ -386,7 +391,7 @@ class ContainerClient:
 
 
 def _checked(answer: Any) -> Any:
-    """The response, or APIError with the service's own message where it refused."""
+    """Return the response. Raises APIError, with the service's own message, if the service refused."""
     if answer.ok:
         return answer
     try:

@@ -1,15 +1,15 @@
-"""What a session's container is: its volumes, its shape, its owner's label, and the libpod spec made of them.
+"""The definition of a session's container: its volumes, its shape, its owner's label, and its libpod spec.
 
-The spec is pure. It gives no network but loopback, no capabilities and no way to gain any, a user namespace
-of its own where that costs nothing, and a limit for everything a container could exhaust. The root is one
-layer and writable here; the node makes it read-only, except for the workspace, while a harness runs
-(`sealing.py`): Podman's own read-only root would copy each image's workdir into a volume at every start, and
-the layer of a prepared container would lack it.
+The spec is made by a pure function. It gives a container no network but loopback, no capabilities and no way
+to gain any, a user namespace of its own where that costs nothing, and a limit for everything that a container
+could exhaust. The root is one layer and writable here; while a harness runs, the node makes it read-only,
+except for the workspace (`sealing.py`). Podman's own read-only root is not used, because it would copy each
+image's workdir into a volume at every start, and the layer of a prepared container would lack the workdir.
 
-A volume's source must lie below a folder that the node's config names. Its resolved path is checked when the
-task is submitted and again when a container is made, and the folder mounted in the container is compared with
-the one that was checked before anything runs, so that no link moved meanwhile leads elsewhere. Invariant: a
-source is judged by its resolved path alone, never by how it is written.
+A volume's source must be below a folder that the node's config names. Its resolved path is checked when the
+task is submitted and again when a container is made. Before anything runs, the folder mounted in the
+container is compared with the one that was checked, so that a link that was moved meanwhile leads nowhere
+else. Invariant: a source is judged only by its resolved path, never by how it is written.
 """
 
 import os
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from attrs import frozen
 
-from polarnode.containers.criu import ANNOTATION
-from polarnode.containers.files import opened_below
+from polarnode.containers.criu import CONFIG_ANNOTATION
+from polarnode.containers.files import open_below
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.sealing import mounts_of
 from polarnode.containers.user_namespace import IDS
@@ -112,13 +112,13 @@ class OpenVolumes:
         return tuple(volume for volume, _ in self._found)
 
     def check_mounted(self, root: int) -> None:
-        """Check that what is mounted in a container, which has not started yet, is what was checked before.
-        Raises RuntimeFault where it is not.
+        """Check that the folders mounted in a container, which has not started yet, are those that were
+        checked before. Raises RuntimeFault if one is not.
         """
         for volume, source in self._found:
             path, real = os.readlink(f"/proc/self/fd/{source}"), os.fstat(source)
             try:
-                with opened_below(root, volume.target, os.O_PATH, links=True) as mounted:
+                with open_below(root, volume.target, os.O_PATH, links=True) as mounted:
                     seen = os.fstat(mounted)
             except OSError as error:
                 raise RuntimeFault(
@@ -131,20 +131,24 @@ class OpenVolumes:
 # ── the spec ──────────────────────────────────────────────────────────────────
 
 INIT_INSIDE = "/dev/polarnode-init"  # on the container's own /dev, so nothing is left in its layer
-CPU_PERIOD = 100_000  # microseconds; the kernel's default
+CPU_PERIOD_US = 100_000  # microseconds; the kernel's default
 SHARED_MEMORY = 64 << 20  # bytes of /dev/shm, Podman's default, charged to the container's memory
-LATER_PREY = 500  # of 1000: the kernel ends a session before the node, its engine or the machine's services
+# oom_score_adj, of at most 1000: out of memory, the kernel ends a session before the node, its engine or the
+# machine's services.
+OOM_SCORE = 500
 
-# What the kernel counts for the whole machine, or for root as the owner of all containers' user namespaces,
-# and no control group counts. The rest of this kind is in `inside.USER_LIMITS` and `service.REFUSED`.
-MOST_TERMINALS = 32  # a screenful of panes; 64 sessions of kernel.pty.max (4096, 1024 of them reserved)
-MOST_SIGNALS = 1024  # pending, and as many timers: two for each of 512 processes
-MOST_QUEUES = 128 << 10  # bytes of POSIX message queues: one of the usual size, of 800 KiB for all
-LEAST_FILES = 1024  # open files of a process that programs are written for
-FILES_SHARE = 2  # one session may open one in so many of the machine's files (fs.file-max)
-# bytes: 0 would still start a core_pattern that is a program, as root on this machine; 1 does not
-NO_CORE = 1
-TERMINALS: Json = {
+# The kernel counts these resources for the whole machine, or for root as the owner of all containers' user
+# namespaces, and no control group counts them. The others of this kind are in `inside.USER_LIMITS` and
+# `service.REFUSED`.
+MAX_TERMINALS = 32  # a screenful of panes; enough for 64 sessions of kernel.pty.max (4096, 1024 reserved)
+MAX_PENDING_SIGNALS = 1024  # pending signals, and as many timers: two for each of 512 processes
+MAX_QUEUE_BYTES = 128 << 10  # bytes of POSIX message queues: one of the usual size; 800 KiB are there for all
+MIN_OPEN_FILES = 1024  # programs are written for a process with this many open files
+FILES_SHARE = 2  # one session may open one in this many of the machine's files (fs.file-max)
+# Bytes of a core dump. 0 would still start a core_pattern that is a program, as root of this machine; 1 does
+# not.
+CORE_LIMIT_BYTES = 1
+TERMINALS_MOUNT: Json = {
     "type": "devpts",
     "source": "devpts",
     "destination": "/dev/pts",
@@ -155,13 +159,13 @@ TERMINALS: Json = {
         "ptmxmode=0666",
         "mode=0620",
         "gid=5",
-        f"max={MOST_TERMINALS}",
+        f"max={MAX_TERMINALS}",
     ],
 }
 
-# user ids from here to 2^31 are unused: those that systemd gives to containers end below
+# User ids from here to 2^31 are unused. The ids that systemd gives to containers end below.
 FIRST_SHIFT = 0x7000_0000
-SLOTS = 4096  # ranges before they are used again; as many containers never live at once
+SHIFT_RANGES = 4096  # number of id ranges before they are used again; fewer containers live at once
 
 LABEL_NODE = "polarnode.node"
 LABEL_SESSION = "polarnode.session"
@@ -202,7 +206,7 @@ def shape_of(spec: RuntimeSpec, image: str) -> Shape:
 
 @frozen(kw_only=True)
 class Owner:
-    """A process that owns containers, distinguished from any other that has, had or will have its id."""
+    """A process that owns containers. No other process is equal to it, not even one with the same id."""
 
     pid: int
     started: int
@@ -212,12 +216,12 @@ class Owner:
         return f"{self.pid}.{self.started}.{self.boot}"
 
     def is_alive(self) -> bool:
-        return _owner(self.pid) == self
+        return _owner_of_pid(self.pid) == self
 
 
-def this_process() -> Owner:
-    """The owner that this process is."""
-    found = _owner(os.getpid())
+def current_owner() -> Owner:
+    """Return this process as an owner of containers."""
+    found = _owner_of_pid(os.getpid())
     if found is None:
         raise OSError("/proc does not know this process")
     return found
@@ -232,7 +236,7 @@ def read_owner(label: str) -> Owner | None:
     )
 
 
-def _owner(pid: int) -> Owner | None:
+def _owner_of_pid(pid: int) -> Owner | None:
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -253,9 +257,10 @@ def container_spec(
     volumes: Sequence[Volume] = (),
     criu: Path | None = None,
 ) -> dict[str, Json]:
-    """The libpod spec of a container; `volumes` are the shape's, resolved, and `seccomp` is its profile of
-    system calls. `criu`: the file that it is frozen by, which need not exist. conmon kills the container
-    `lifetime_s` seconds after its init, whether node and service are alive or dead.
+    """The libpod spec of a container. `volumes` are the shape's volumes, resolved; `seccomp` is the
+    container's profile of system calls. `criu`: the configuration file for freezing it, which need not exist.
+    conmon kills the container `lifetime_s` seconds after its init, whether node and service are alive or
+    dead.
     """
     return {
         "name": name,
@@ -267,7 +272,7 @@ def container_spec(
         "work_dir": "/",
         "mounts": [
             _mount(str(findings.init), INIT_INSIDE, "ro"),
-            TERMINALS,
+            TERMINALS_MOUNT,
             *(_mount(each.source, each.target, "rw" if each.write else "ro") for each in volumes),
         ],
         "labels": dict(labels),
@@ -278,16 +283,16 @@ def container_spec(
         "log_configuration": {"driver": "k8s-file"},
         "shm_size": SHARED_MEMORY,
         "seccomp_profile_path": str(seccomp),
-        **_confinement(findings, shift),
+        **_confinement_spec(findings, shift),
         "resource_limits": _limits(shape, findings.limits),
         "r_limits": _process_limits(shape, findings),
-        **({} if criu is None else {"annotations": {ANNOTATION: str(criu)}}),
+        **({} if criu is None else {"annotations": {CONFIG_ANNOTATION: str(criu)}}),
         **({"storage_opts": {"size": f"{shape.disk_mb}m"}} if findings.quotas else {}),
     }
 
 
 def _mount(source: str, target: str, rights: str) -> Json:
-    """A bind mount of one file system only, because mounts below it would keep their own rights."""
+    """A bind mount that does not include mounts below it, because those would keep their own rights."""
     return {
         "type": "bind",
         "source": source,
@@ -296,18 +301,19 @@ def _mount(source: str, target: str, rights: str) -> Json:
     }
 
 
-def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
+def _confinement_spec(findings: PodmanFindings, shift: int) -> dict[str, Json]:
     confined: dict[str, Json] = {
         "netns": {"nsmode": "none"},
-        # else /proc/self/cgroup has the container's id with cgroup v1, another word in each session
+        # Otherwise, with cgroups v1, /proc/self/cgroup shows the container's id, which differs in each
+        # session.
         "cgroupns": {"nsmode": "private"},
-        "use_image_resolve_conf": True,  # else this machine's name servers are written into it
+        "use_image_resolve_conf": True,  # otherwise this machine's name servers are written into it
         "httpproxy": False,
         "env_host": False,
         "cap_drop": ["all"],
         "no_new_privileges": True,
         "privileged": False,
-        "oom_score_adj": LATER_PREY,
+        "oom_score_adj": OOM_SCORE,
     }
     if findings.user_namespaces:
         ids: Json = [{"container_id": 0, "host_id": shift, "size": IDS}]
@@ -322,27 +328,27 @@ def _confinement(findings: PodmanFindings, shift: int) -> dict[str, Json]:
 
 
 def _limits(shape: Shape, enforced: Collection[str]) -> dict[str, Json]:
-    """Those that this machine enforces: Podman fails over, or drops, one that it does not."""
+    """The limits that this machine enforces. Podman fails at, or drops, a limit that it cannot enforce."""
     memory = shape.memory_mb << 20
     every: dict[str, Json] = {
         "memory": {"limit": memory, "swap": memory},  # memory and swap together: no swap
         "pids": {"limit": shape.pids},
-        "cpu": {"quota": round(shape.cpus * CPU_PERIOD), "period": CPU_PERIOD},
+        "cpu": {"quota": round(shape.cpus * CPU_PERIOD_US), "period": CPU_PERIOD_US},
     }
     return {name: limit for name, limit in every.items() if name in enforced}
 
 
 def _process_limits(shape: Shape, findings: PodmanFindings) -> Json:
-    """All process limits, including those of containers.conf, because setting one drops them all. No file may
-    exceed the disk limit, holes included, and nothing dumps core.
+    """All process limits, including those of containers.conf, because setting one limit drops all of those.
+    No file may exceed the disk limit, holes included, and nothing dumps core.
     """
     share = findings.most_open_files // (FILES_SHARE * shape.pids)
     limits = {
-        "nofile": min(findings.nofile, max(LEAST_FILES, share)),
+        "nofile": min(findings.nofile, max(MIN_OPEN_FILES, share)),
         "nproc": findings.nproc,
         "fsize": shape.disk_mb << 20,
-        "core": NO_CORE,
-        "sigpending": MOST_SIGNALS,
-        "msgqueue": MOST_QUEUES,
+        "core": CORE_LIMIT_BYTES,
+        "sigpending": MAX_PENDING_SIGNALS,
+        "msgqueue": MAX_QUEUE_BYTES,
     }
     return [{"type": name, "hard": most, "soft": most} for name, most in limits.items()]

@@ -1,7 +1,7 @@
-"""Control groups: which limits of sessions they keep on this machine, and the group of one container.
+"""Control groups: which limits of sessions they enforce on this machine, and the group of one container.
 
-Version 1 has a tree for each controller, version 2 one for all; `hybrid` is version 1 beside a tree of
-version 2 that holds some.
+Version 1 has a tree for each controller, version 2 one tree for all. `hybrid` is version 1 beside a tree of
+version 2 that holds some controllers.
 """
 
 import errno
@@ -13,18 +13,20 @@ from typing import Literal
 
 from attrs import frozen
 
-from polarnode.containers.user_namespace import Rights
+from polarnode.containers.user_namespace import ProcessRights
 
 ROOT = Path("/sys/fs/cgroup")
 
 # ── this machine's ────────────────────────────────────────────────────────────
 
-Cgroups = Literal["v1", "v2", "hybrid"]
-CONTROLLERS = ("memory", "pids", "cpu")  # of the limits that control groups keep
+CgroupsVersion = Literal["v1", "v2", "hybrid"]
+LIMIT_CONTROLLERS = ("memory", "pids", "cpu")  # the controllers that enforce limits of sessions
 
 
-def cgroups_version() -> Cgroups:
-    """v2 is the unified tree alone; hybrid is v1 controllers beside a v2 tree that still holds some."""
+def cgroups_version() -> CgroupsVersion:
+    """The version in use: v2 is the unified tree alone; hybrid is v1 beside a v2 tree that has
+    controllers.
+    """
     if (ROOT / "cgroup.controllers").exists():
         return "v2"
     unified = ROOT / "unified/cgroup.controllers"
@@ -35,18 +37,18 @@ def has_systemd() -> bool:
     return Path("/run/systemd/system").is_dir()
 
 
-def has_controller(name: str, cgroups: Cgroups) -> bool:
+def has_controller(name: str, cgroups: CgroupsVersion) -> bool:
     if cgroups == "v2":
         return name in (ROOT / "cgroup.controllers").read_text().split()
     return (ROOT / name).is_dir()
 
 
-def enforced(cgroups: Cgroups, rights: Rights) -> frozenset[str]:
-    """The controllers that keep limits of our containers. Without root those that systemd delegated to this
-    user, by version 2 alone: Podman drops the others without a word.
+def enforced(cgroups: CgroupsVersion, rights: ProcessRights) -> frozenset[str]:
+    """The controllers that enforce limits of our containers. Without root these are the ones that systemd
+    delegated to this user, with version 2 only; Podman silently drops the other limits.
     """
     if rights.kind == "root":
-        return frozenset(name for name in CONTROLLERS if has_controller(name, cgroups))
+        return frozenset(name for name in LIMIT_CONTROLLERS if has_controller(name, cgroups))
     if cgroups != "v2" or not has_systemd() or rights.kind == "user":
         return frozenset()
     group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
@@ -57,21 +59,21 @@ def enforced(cgroups: Cgroups, rights: Rights) -> frozenset[str]:
         return frozenset()
     if not os.access(folder / "cgroup.procs", os.W_OK):
         return frozenset()
-    return frozenset(CONTROLLERS).intersection(delegated)
+    return frozenset(LIMIT_CONTROLLERS).intersection(delegated)
 
 
 # ── a container's ─────────────────────────────────────────────────────────────
 
-OURS = "libpod"  # in the name of the group Podman makes; crun puts processes into one below it
-# bytes in the sockets of a container, sixteen full connections, where they are not counted as its memory
-MOST_IN_SOCKETS = 64 << 20
-# of memory.oom_control (v1) and memory.events (v2) alike
+OURS = "libpod"  # part of the name of the group that Podman makes; crun puts processes into a group below it
+# The most bytes in the sockets of a container, sixteen full connections, if they do not count as its memory.
+MAX_SOCKET_BYTES = 64 << 20
+# The line is the same in memory.oom_control (v1) and in memory.events (v2).
 KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @frozen
 class ControlGroup:
-    """A container's group, where its memory is counted."""
+    """The control group in which a container's memory is counted."""
 
     folder: Path
 
@@ -88,23 +90,23 @@ class ControlGroup:
         return 0
 
     def limit_sockets(self) -> None:
-        """Bound what is in the sockets of the group; version 2 counts it as memory. Raises OSError.
+        """Limit the bytes in the sockets of the group; version 2 counts them as memory. Raises OSError.
 
-        Podman 4.3 drops the field that OCI has for this.
+        The node writes the limit itself, because Podman 4.3 drops the field that OCI has for it.
         """
         limit = self.folder / "memory.kmem.tcp.limit_in_bytes"
         if limit.exists():
-            limit.write_text(str(MOST_IN_SOCKETS))
+            limit.write_text(str(MAX_SOCKET_BYTES))
 
-    def memory_held(self) -> int:
-        """Bytes of the group's memory that are no file's on a disk: its processes', shared or not, and what
-        is in file systems in memory; 0 once the group is gone.
+    def memory_bytes(self) -> int:
+        """Bytes of the group's memory that belong to no file on a disk: the memory of its processes, shared
+        or not, and the files of file systems in memory; 0 once the group is gone.
         """
         try:
             words = [line.split() for line in (self.folder / "memory.stat").read_text().splitlines()]
         except OSError:
             return 0
-        # version 1 calls its own by the names of `total_`, and anonymous memory `rss`
+        # In version 1 the names of these sums begin with `total_`, and anonymous memory is called `rss`.
         held = {name: int(count) for name, count in words}
         names = ("total_rss", "total_shmem") if "total_rss" in held else ("anon", "shmem")
         return sum(held.get(name, 0) for name in names)
@@ -122,29 +124,29 @@ class ControlGroup:
 
 @frozen
 class UncountedGroup:
-    """A container that no control group counts, as those of a node without root: its processes are those of
-    its namespace.
+    """A container that no control group counts, like those of a node without root. Its processes are found by
+    their namespace.
     """
 
     processes: Callable[[], list[int]]  # ids of this machine, without the container's first
 
     def oom_kills(self) -> int:
-        """None: it has no memory of its own to be used up."""
+        """Always 0: the container has no memory limit of its own that could be reached."""
         return 0
 
-    def memory_held(self) -> int:
-        """Nothing counts it."""
+    def memory_bytes(self) -> int:
+        """Always 0: nothing counts the memory."""
         return 0
 
     def limit_sockets(self) -> None:
-        """Nothing bounds them."""
+        """Do nothing: there is no group to limit."""
 
 
 Group = ControlGroup | UncountedGroup
 
 
-def freezer_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Path | None:
-    """The file by which the group of a process is frozen; None where the kernel has none."""
+def freezer_file(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Path | None:
+    """The file that freezes the group of a process; None if the kernel has none."""
     lines = [line.split(":", 2) for line in (proc / str(pid) / "cgroup").read_text().splitlines()]
     by_controllers = {controllers: path.lstrip("/") for _, controllers, path in lines}
     for file in (
@@ -157,7 +159,7 @@ def freezer_of(pid: int, root: Path = ROOT, proc: Path = Path("/proc")) -> Path 
 
 
 def thaw(freezer: Path) -> None:
-    """Let a group go on; nothing where it does, or is gone."""
+    """Thaw a group. Do nothing if it is not frozen, or is gone."""
     try:
         if freezer.read_text().strip() not in ("THAWED", "0"):
             freezer.write_text("THAWED" if freezer.name == "freezer.state" else "0")

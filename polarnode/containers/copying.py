@@ -1,9 +1,9 @@
-"""Make a folder of one container the same in another, from outside, in constant memory.
+"""Make a folder of one container equal to that of another, from outside, in constant memory.
 
-Neither container's programs take part: the source's may be the agent's, which must not decide what is
-unpacked beside a judge, and the target may have no tar. Ids, modes, times, links, hard links and holes are
-preserved. What both still share with their image is skipped: only what changed is copied. Invariant: the
-source is hostile and walked as such; the target is ours and nothing runs in it.
+No program of either container takes part: programs of the source may be the agent's, which must not decide
+what is unpacked beside a judge, and the target may have no tar. Ids, modes, times, links, hard links and
+holes are preserved. Files that both containers still share with their image are skipped, so only changes are
+copied. Invariant: the source is hostile and is walked as such; the target is ours and nothing runs in it.
 """
 
 import errno
@@ -22,22 +22,23 @@ from polarnode.containers.files import (
     ContainerFiles,
     TreeEntry,
     entries,
-    opened_below,
-    opened_child,
+    open_below,
+    open_child,
     remove,
 )
 from polarnode.containers.user_namespace import IDS
 from polarnode.core.errors import EvaluatorError
 
-# entries of a copy: a monorepo with its packages has a tenth of it, and it takes a minute or two
+# The most entries of a copy. A monorepo with its packages has a tenth of that. As many take a minute or two.
 ENTRIES_LIMIT = 2_000_000
-NAMES_LIMIT = 200_000  # files with several names, some 50 MB of them here; beyond, each name becomes a file
-PIECE = 8 << 20  # bytes between two looks whether the budget is over
+# The most remembered files with several names, which take some 50 MB. Beyond that, each name becomes a file.
+NAMES_LIMIT = 200_000
+PIECE = 8 << 20  # bytes between two checks whether the budget is over
 
 
 @define(eq=False, kw_only=True)
 class Copy:
-    """One copy of a folder. `copied` and `size` count what had to be written, in entries and bytes."""
+    """One copy of a folder. `copied` and `size` count the entries and the bytes that had to be written."""
 
     source: ContainerFiles
     target: ContainerFiles
@@ -49,19 +50,19 @@ class Copy:
     _top: int = field(default=-1, init=False)
 
     def run(self, source: str, target: str) -> None:
-        """Make the target folder equal to the source. Raises EvaluatorError where that is impossible. Runs in
+        """Make the target folder equal to the source. Raises EvaluatorError if that is impossible. It runs in
         a thread, and stops when its caller is cancelled.
         """
         try:
             with (
-                opened_below(self.source.root, source, FOLDER_FLAGS) as left,
-                opened_below(self.target.root, target, FOLDER_FLAGS) as right,
+                open_below(self.source.root, source, FOLDER_FLAGS) as left,
+                open_below(self.target.root, target, FOLDER_FLAGS) as right,
             ):
                 if os.path.sameopenfile(left, right):
                     return  # a volume that both containers see: copying it onto itself would empty it
                 self._top = right
                 self._folder(left, right, b"", 0)
-                self._dress(right, os.fstat(left))
+                self._set_attributes(right, os.fstat(left))
         except OSError as error:
             name = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
             raise EvaluatorError(
@@ -78,9 +79,9 @@ class Copy:
             remove(right, name)
 
     def _made(self, entry: TreeEntry, right: int, depth: int) -> bool:
-        """Whether the target now has something of this name."""
+        """Make an entry equal in the target. Return whether the target then has something of this name."""
         if entry.is_folder:
-            return self._made_folder(entry, right, depth)
+            return self._make_folder(entry, right, depth)
         if not (entry.is_file or entry.is_link):
             return False  # a device, a pipe or a socket: its other end is gone
         if not self._same(entry, right):
@@ -91,7 +92,7 @@ class Copy:
                     self._write(entry, left, right)
         return True  # mounts are volumes or Podman's own, and the target has its own
 
-    def _made_folder(self, entry: TreeEntry, right: int, depth: int) -> bool:
+    def _make_folder(self, entry: TreeEntry, right: int, depth: int) -> bool:
         if depth >= DEEPEST:
             raise EvaluatorError(
                 f"the workspace is more than {DEEPEST} folders deep: evaluate it where it is, without"
@@ -105,18 +106,20 @@ class Copy:
             below = None if left is None else _entered(stack, evolve(entry, above=right), FOLDER_FLAGS)
             if left is not None and below is not None:
                 self._folder(left, below, entry.path, depth + 1)
-                self._dress(below, entry.lstat)
+                self._set_attributes(below, entry.lstat)
         return True
 
     def _same(self, entry: TreeEntry, right: int) -> bool:
-        """Whether the target has the very same file of the common image: a write would have changed its
-        ctime, which cannot be set back.
+        """Whether the target still has the same file of the common image. A write would have changed the
+        file's ctime, which cannot be set back.
         """
         try:
             there = os.stat(entry.name, dir_fd=right, follow_symlinks=False)
         except FileNotFoundError:
             return False
-        same = _fingerprint(there, self.target.shift) == _fingerprint(entry.lstat, self.source.shift)
+        same = _file_fingerprint(there, self.target.shift) == _file_fingerprint(
+            entry.lstat, self.source.shift
+        )
         if same and there.st_nlink > 1:
             self._first_name(entry)
         return same
@@ -126,11 +129,11 @@ class Copy:
         if entry.is_link:
             os.symlink(entry.leads_to(), entry.name, dir_fd=right)
             os.chown(entry.name, *self._ids(entry.lstat), dir_fd=right, follow_symlinks=False)
-        elif not self._linked(entry, right):
+        elif not self._link_to_copied(entry, right):
             self._copy_file(left, right, entry)
 
-    def _linked(self, entry: TreeEntry, right: int) -> bool:
-        """Whether the entry is a hard link to a file that is already copied; makes the link."""
+    def _link_to_copied(self, entry: TreeEntry, right: int) -> bool:
+        """Make a hard link if the entry is another name of a file that is already copied; whether it was."""
         if entry.lstat.st_nlink < 2:
             return False
         first = self._first_name(entry)
@@ -142,7 +145,9 @@ class Copy:
         return False
 
     def _first_name(self, entry: TreeEntry) -> bytes:
-        """The first name seen of a file with several; the own name where too many files have several."""
+        """The first name that was seen of a file with several names; its own name if too many files have
+        several.
+        """
         key = (entry.lstat.st_dev, entry.lstat.st_ino)
         return (
             self._first_names.setdefault(key, entry.path)
@@ -159,7 +164,7 @@ class Copy:
         )
         try:
             self._copy_data(left, made, os.fstat(left).st_size)
-            self._dress(made, entry.lstat)
+            self._set_attributes(made, entry.lstat)
         finally:
             os.close(made)
 
@@ -191,7 +196,7 @@ class Copy:
                 )
         return max(place, end)
 
-    def _dress(self, made: int, original: os.stat_result) -> None:
+    def _set_attributes(self, made: int, original: os.stat_result) -> None:
         """Set owner, mode and times, in this order: a change of owner takes bits of the mode away. Values
         that are already right are not set.
         """
@@ -211,7 +216,7 @@ class Copy:
 
     def _id(self, number: int) -> int:
         inside = number - self.source.shift
-        # ids outside the container's range become `nobody`, 65534
+        # Ids outside the container's range become `nobody`, 65534.
         return self.target.shift + (inside if 0 <= inside < IDS else IDS - 2)
 
     def _count(self) -> None:
@@ -224,7 +229,7 @@ class Copy:
             )
 
 
-def _fingerprint(found: os.stat_result, shift: int) -> tuple[int, ...]:
+def _file_fingerprint(found: os.stat_result, shift: int) -> tuple[int, ...]:
     return (
         found.st_ino,
         found.st_size,
@@ -246,7 +251,7 @@ def _is_folder(above: int, name: bytes) -> bool:
 def _entered(stack: ExitStack, entry: TreeEntry, flags: int) -> int | None:
     """Open an entry until the stack closes; None if another file system is mounted on it."""
     try:
-        return stack.enter_context(opened_child(entry.above, entry.name, flags))
+        return stack.enter_context(open_child(entry.above, entry.name, flags))
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise

@@ -1,8 +1,9 @@
-"""CRIU on this machine: whether it can freeze sessions, what it is told, and what it says when it fails.
+"""CRIU on this machine: whether it can freeze sessions, its options, and its errors.
 
-CRIU writes the memory, descriptors and namespaces of all processes of a container into files, and makes the
-processes again of them (https://criu.org). The container runtime calls it; what that does not pass on is in a
-configuration file, which the container names in an annotation and which is written when it is needed.
+CRIU writes the memory, descriptors and namespaces of all processes of a container into files, and restores
+the processes from them (https://criu.org). The container runtime calls it. Options that the container runtime
+does not pass on are in a configuration file, which the container names in an annotation, and which is written
+when it is needed.
 """
 
 import os
@@ -18,23 +19,25 @@ from attrs import define
 
 from polarnode.core.errors import RuntimeFault
 
-ANNOTATION = "org.criu.config"
+CONFIG_ANNOTATION = "org.criu.config"
 # Debian 12's 3.17 does not start on Linux 6.18 (vDSO), and 4.1 fails at the first TCP socket (SO_PASSCRED)
-OLDEST = (4, 2)
+OLDEST_VERSION = (4, 2)
 CHECK_S = 20.0  # seconds for `criu --version` and `criu check`: 0.1 quiet
 INSTALL = "apt-get install criu where the distribution has 4.2, else tools/criu.sh"
-# seconds that a dump may take: 1 s seen with 300 MB. A call is held 10 s for it, and CRIU itself gives up
-# after 10 s of collecting processes, but hangs at one that it cannot stop
+# The most seconds of a dump. One of 300 MB took 1 s. A model call is held 10 s for it. CRIU itself gives up
+# after 10 s of collecting processes, but hangs at a process that it cannot stop.
 DUMP_S = 12.0
-GHOST_BYTES = 64 << 20  # of a file that is open and has no name any more; CRIU's own limit is 1 MiB
+MAX_GHOST_BYTES = (
+    64 << 20
+)  # the most bytes of an open file that has no name any more; CRIU's own limit is 1 MiB
 SHOWN = 200  # characters of one error of CRIU's
 
 
 async def freezing_obstacle(
     criu: Path | None, *, oci_runtime: Path | None, freezes: bool, overlay: bool, root: bool
 ) -> str | None:
-    """Why sessions cannot be frozen on this machine, with the remedy; None where they can. `overlay`: layers
-    are native overlay's. `root`: the node is root of the machine, not of a user namespace.
+    """Why sessions cannot be frozen on this machine, with the remedy; None if they can. `overlay`: layers are
+    those of native overlay. `root`: the node is root of the machine, not of a user namespace.
     """
     if criu is None:
         return f"criu is not installed: {INSTALL}"
@@ -54,10 +57,9 @@ async def _version(criu: Path) -> str | None:
     found = re.search(r"Version: (\d+)\.(\d+)", output)
     if code or found is None:
         return f"{criu} --version fails: {_last_line(output)}"
-    if (int(found[1]), int(found[2])) < OLDEST:
-        return (
-            f"criu is {found[1]}.{found[2]}, and {OLDEST[0]}.{OLDEST[1]} is the oldest that works: {INSTALL}"
-        )
+    if (int(found[1]), int(found[2])) < OLDEST_VERSION:
+        oldest = f"{OLDEST_VERSION[0]}.{OLDEST_VERSION[1]}"
+        return f"criu is {found[1]}.{found[2]}, and {oldest} is the oldest that works: {INSTALL}"
     return None
 
 
@@ -79,8 +81,8 @@ async def _asked(criu: Path, *argv: str) -> tuple[int, str]:
 
 
 def first_error(log: str) -> str | None:
-    """The first error in a log of CRIU's, without its place in the source."""
-    # it warns as of an error that it may not raise its own limit of files, and goes on
+    """The first error in a log of CRIU's, without its position in CRIU's source."""
+    # CRIU logs an error if it may not raise its own limit of files, and continues.
     lines = [line for line in log.splitlines() if "Error (" in line and "RLIMIT_NOFILE for self" not in line]
     found = re.search(r"Error \([^)]*\):\s*(.*)", lines[0]) if lines else None
     return found[1][:SHOWN] if found else None
@@ -92,7 +94,7 @@ def _last_line(output: str) -> str:
 
 @define(eq=False, kw_only=True)
 class Criu:
-    """What is called to freeze and restore the containers of one store. `configs`: the folder of their
+    """Calls CRIU to freeze and restore the containers of one store. `configs`: the folder of their
     configuration files.
     """
 
@@ -105,17 +107,18 @@ class Criu:
         return self.configs / f"{container}.conf"
 
     def configure_dump(self, container: str, places: Sequence[str]) -> None:
-        """Write the options of a dump. Watches on files are looked up below `places`, because overlay has no
-        handles for them. Connections are left out: a copy finds them closed.
+        """Write the options of a dump. Watched files are looked up below `places`, because overlay has no
+        handles for them. Connections are left out, so a copy finds them closed.
         """
         scanned = (f"irmap-scan-path={place}" for place in places)
         self._write_config(
-            container, ("tcp-close", "force-irmap", *scanned, "file-locks", f"ghost-limit={GHOST_BYTES}")
+            container, ("tcp-close", "force-irmap", *scanned, "file-locks", f"ghost-limit={MAX_GHOST_BYTES}")
         )
 
     def configure_restore(self, container: str) -> None:
-        """Write the options of a restore: stopped, so that nothing runs before its endpoint listens. Mounts
-        in the older way, because the first process is a file that is mounted.
+        """Write the options of a restore. Processes are left stopped, so that nothing runs before the
+        endpoint listens. The older way of mounting is used, because the first process is a file that is
+        mounted.
         """
         self._write_config(container, ("tcp-close", "mntns-compat-mode", "leave-stopped"))
 
@@ -128,8 +131,8 @@ class Criu:
         self.config(container).write_text("\n".join((*lines, "verbosity=2", "")))
 
     async def dump(self, container: str, images: Path, work: Path) -> None:
-        """Write the processes of a container, by its id, to `images`, and leave them as they are. Not
-        cancellable: CRIU puts code into the processes, and has to take it out again. After DUMP_S it is
+        """Write the processes of a container, by its id, to `images`, and let them run on. A dump cannot be
+        cancelled, because CRIU puts code into the processes and has to remove it again. After DUMP_S it is
         killed. Raises RuntimeFault with its first error.
         """
         argv = [
@@ -148,7 +151,7 @@ class Criu:
                 deliver_cancel=_kill_group,
             )
         if scope.cancelled_caught:
-            why = error_in(work / "dump.log")
+            why = logged_error(work / "dump.log")
             raise RuntimeFault(
                 f"criu was not done after {DUMP_S:.0f} s and was killed{f': {why}' if why else ''}"
             )
@@ -163,17 +166,17 @@ async def _kill_group(process: trio.Process) -> None:
 
 
 def _why_not(done: "subprocess.CompletedProcess[bytes]", log: Path) -> str:
-    """What a dump failed of: CRIU's own first error, or that one of the two programs was killed."""
+    """Why a dump failed: CRIU's own first error, or that one of the two programs was killed."""
     output = done.stdout.decode(errors="replace")
     if done.returncode < 0:
         return f"the container runtime was ended by signal {-done.returncode}"
-    # what the runtime says where CRIU is gone: the connection between them ended
-    if (why := error_in(log)) is None and output.rstrip().endswith('EOF"'):
+    # The container runtime says this if CRIU is gone, because the connection between them has ended.
+    if (why := logged_error(log)) is None and output.rstrip().endswith('EOF"'):
         return "it ended in the middle, as where it is killed"
     return why or _last_line(output)
 
 
-def error_in(log: Path) -> str | None:
+def logged_error(log: Path) -> str | None:
     """The first error in a log file; None where there is none."""
     try:
         return first_error(log.read_text(errors="replace"))

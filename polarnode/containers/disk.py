@@ -1,11 +1,11 @@
-"""Bound what sessions write: measure the containers' layers, and end those over their limit.
+"""Limit what sessions write to the disk: measure the containers' layers, and end those over their limit.
 
-A quota of the file system is the better bound and is used where there is one (`probe.py`); each single file
-is bounded by its size limit everywhere. This watch bounds the sum: it reads the free space of the disk, which
-costs nothing, and measures containers only when that moved. Invariant: what is measured is hostile, so a
-measurement is a program of its own that follows no link, may take long, and never delays another.
+A quota of the file system is the better limit and is used if there is one (`probe.py`); a size limit bounds
+each single file everywhere. This watch bounds the sum: it reads the free space of the disk, which costs
+nothing, and measures containers only when the free space changed. Invariant: the measured files are hostile,
+so a measurement is a program of its own that follows no link, may take long, and never delays another one.
 
-Locks on files are watched too: the kernel charges them to no control group, and has no limit for them.
+Locks on files are watched too, because the kernel charges them to no control group and has no limit for them.
 """
 
 import logging
@@ -24,40 +24,45 @@ from attrs import define, field, frozen
 from polarnode.containers.control_groups import Group
 from polarnode.core.errors import RuntimeFault
 
-LOOK_S = 0.5  # seconds between looks at the free space, one system call
-MOVED = 32 << 20  # bytes of free space that make a measurement worth it: a session's smallest sensible limit
-# seconds after which all are measured even if the free space has not moved: one may write what another frees
-SELDOM_S = 60.0
-# pause after a measurement, as a multiple of its duration: a million files take ten seconds, a sixth of a
-# core at most
+LOOK_S = 0.5  # seconds between checks of the free space, which are one system call each
+# Containers are measured when the free space changed by this many bytes: a session's smallest sensible limit.
+MOVED = 32 << 20
+# After this many seconds all are measured even if the free space did not change, because one session may
+# write what another one frees.
+FULL_ROUND_S = 60.0
+# The pause after a measurement is this multiple of its duration. A million files take ten seconds, so
+# measuring takes a sixth of a core at most.
 REST = 5
-# least pause in seconds, and the least per watched container: ten measurements a second, 5 % of a core
-LEAST_S, EACH_S = 2.0, 0.1
-# bytes that a file counts at least, empty or not: a disk has room for so many files alone, and the least
-# block is as large
-ENTRY = 4096
-AT_ONCE = 2  # measurements side by side
-# seconds to find out who filled a disk that is nearly full: half of the reserve is still free meanwhile
-NOW_S = 5.0
-# open files looked at for what is unlinked: 0.2 s, and no honest program has a tenth of it
-DESCRIPTORS = 50_000
-# an ended container may write 1/AGAIN of its limit more before it is ended again, because its evaluator may
-# write too
+# The shortest pause in seconds, and the shortest for each watched container: ten measurements a second, which
+# take 5 % of a core.
+LEAST_S, PAUSE_PER_CONTAINER_S = 2.0, 0.1
+# A file counts at least this many bytes, even if it is empty: a disk has room for a limited number of files,
+# and the smallest block has this size.
+MIN_FILE_BYTES = 4096
+AT_ONCE = 2  # concurrent measurements
+# Seconds to find out who filled a disk that is nearly full. Half of the reserve is still free meanwhile.
+URGENT_MEASURE_S = 5.0
+# The most open files that are checked for unlinked ones. They take 0.2 s, and no honest program has a tenth.
+MAX_DESCRIPTORS = 50_000
+# A container that was ended may write 1/AGAIN of its limit more before it is ended again, because its
+# evaluator may write too.
 AGAIN = 4
 
-# Locks on files. Two million took 380 MB of the kernel's in eleven seconds, of a container with 128 MB.
-SLABS = Path("/proc/slabinfo")  # only root reads it
-LOCKS_S = 2.0  # seconds between looks at how many the machine has: 70 MB at that rate
-LOCKS_REST_S = 20.0  # seconds after a search for who holds them, which reads a line for each
-MANY_LOCKS = 250_000  # of the machine, 50 MB, from which on a search is worth it: databases hold thousands
-MOST_LOCKS = 50_000  # of one session
+# Limits for locks on files. Two million locks, taken in eleven seconds by a container with 128 MB, took 380
+# MB of the kernel's memory.
+SLABINFO_PATH = Path("/proc/slabinfo")  # only root can read it
+LOCKS_S = 2.0  # seconds between counts of the machine's locks: 70 MB at that rate
+LOCKS_REST_S = 20.0  # pause after a search for their holders, which reads a line for each lock
+# From this many locks of the machine on, which take 50 MB, a search is worth it. Databases hold thousands.
+MANY_LOCKS = 250_000
+MAX_SESSION_LOCKS = 50_000  # the most locks of one session
 
 _log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
 class DiskSpace:
-    """What a disk still has room for, in bytes: of content, and of files even if they are empty."""
+    """The room on a disk, in bytes: for content, and for files, which take room even if they are empty."""
 
     content: int = 0
     files: int = 0
@@ -68,14 +73,14 @@ class DiskSpace:
         return min(self.content, self.files)
 
     def moved(self, since: "DiskSpace") -> bool:
-        """Whether enough of either was written or removed since to be worth a measurement."""
+        """Whether either changed enough since then to be worth a measurement."""
         return max(abs(self.content - since.content), abs(self.files - since.files)) >= MOVED
 
 
 @frozen(kw_only=True)
 class WritableLayer:
-    """Where a container writes: its layer's folder on this machine, its control group, the device its
-    processes see files on.
+    """Where a container writes: its layer's folder on this machine, its control group, and the device that
+    its processes see files on.
     """
 
     folder: Path
@@ -85,8 +90,8 @@ class WritableLayer:
 
 @define(eq=False, kw_only=True)
 class WatchedContainer:
-    """One container under watch. `because` is why it was ended, None while it runs; `for_room`: it was ended
-    because the disk was nearly full, not for its own limit.
+    """A watched container. `because` is why it was ended, None while it runs. `for_room`: it was ended
+    because the disk was nearly full, not because of its own limit.
     """
 
     id: str
@@ -106,19 +111,19 @@ class WatchedContainer:
 
     @property
     def too_much(self) -> str:
-        """Why it is ended where it wrote more than it may."""
+        """The reason for ending it if it wrote more than its limit."""
         return f"the session wrote more than its disk_mb ({self.limit_mb})"
 
     def begin_judging(self) -> None:
-        """Let a test write 1/AGAIN of the limit as well: a session that left no room would have none."""
+        """Let a test write another 1/AGAIN of the limit, because the session may have left no room."""
         if not self.judged:
             self.judged = True
             self.limit += (self.limit_mb << 20) // AGAIN
 
     @contextmanager
     def spared(self) -> Iterator[Callable[[int], None]]:
-        """While the node itself writes there, lift the limit. The block calls the given function with the
-        bytes it wrote; they are added to the limit afterwards.
+        """Lift the limit while the node itself writes there. The block calls the given function with the
+        number of bytes that it wrote; they are added to the limit afterwards.
         """
         own = [0]
         before, self.limit = self.limit, sys.maxsize
@@ -130,15 +135,15 @@ class WatchedContainer:
 
 @define(eq=False, kw_only=True)
 class DiskWatch:
-    """Watches the containers of one node. `reserve` is how many bytes should stay free; below half of it the
-    largest container is ended.
+    """Watches the containers of one node. `reserve` is the number of bytes that should stay free; when less
+    than half of it is free, the largest container is ended.
     """
 
     store: Path
     reserve: int
     ended: int = field(default=0, init=False)
     _watched: dict[str, WatchedContainer] = field(factory=dict, init=False)
-    _space: DiskSpace = field(factory=DiskSpace, init=False)  # when all were last due
+    _space: DiskSpace = field(factory=DiskSpace, init=False)  # as it was when all were last due
     _all_at: float = field(default=-math.inf, init=False)
     _limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(AT_ONCE), init=False)
 
@@ -164,26 +169,26 @@ class DiskWatch:
                 for each in [self._watched[id] for id in due if self._watched[id].not_before <= now]:
                     due.discard(each.id)
                     each.not_before = math.inf  # until this measurement is done
-                    nursery.start_soon(self._measure, each)
+                    nursery.start_soon(self._measure_container, each)
                 if space.least < self.reserve // 2:
                     await self._end_largest()
 
     def _due(self, due: set[str], space: DiskSpace) -> set[str]:
-        """The ids still to be measured: all of them when the disk moved or the last full round is
-        long ago.
+        """The ids that are still to be measured: all of them if the free space changed or the last full round
+        is long ago.
         """
         now = trio.current_time()
-        if not space.moved(self._space) and now - self._all_at < SELDOM_S:
+        if not space.moved(self._space) and now - self._all_at < FULL_ROUND_S:
             return due & self._watched.keys()
         self._space, self._all_at = space, now
         return set(self._watched)
 
-    async def _measure(self, watched: WatchedContainer) -> None:
+    async def _measure_container(self, watched: WatchedContainer) -> None:
         async with self._limiter:
             began = trio.current_time()
             measured = await used_bytes(watched.layer)
         now = trio.current_time()
-        crowd = 0.0 if self._space.least < self.reserve else EACH_S * len(self._watched)
+        crowd = 0.0 if self._space.least < self.reserve else PAUSE_PER_CONTAINER_S * len(self._watched)
         watched.not_before = now + max(LEAST_S, crowd, REST * (now - began))
         watched.measured += 1
         if measured is None or watched.id not in self._watched:
@@ -193,11 +198,12 @@ class DiskWatch:
             await self._end(watched, watched.too_much)
 
     async def _end_largest(self) -> None:
-        """End one container when the disk is nearly full. Only one at a time, because its session then
-        removes it, which frees space. Whoever filled it beyond its own limit, faster than it was measured, is
-        ended for that: it is no fault of the machine, nor of another session that wrote more before.
+        """End one container when the disk is nearly full. Only one is ended at a time, because its session
+        then removes it, which frees space. A container that wrote beyond its own limit, faster than it was
+        measured, is ended for that: it is neither a fault of the machine nor of another session that wrote
+        more before.
         """
-        self._all_at = -math.inf  # measure again as soon as they are rested
+        self._all_at = -math.inf  # all are measured again as soon as their pauses are over
         if any(each.because is not None for each in self._watched.values() if each.size):
             return
         await self._measure_now()
@@ -215,7 +221,9 @@ class DiskWatch:
         )
 
     async def _measure_now(self) -> None:
-        """Measure all side by side; those that take longer than NOW_S keep the size that they had."""
+        """Measure all concurrently. Those that take longer than URGENT_MEASURE_S keep the size that they
+        had.
+        """
 
         async def measure(watched: WatchedContainer) -> None:
             async with limiter:
@@ -223,7 +231,7 @@ class DiskWatch:
             watched.size = watched.size if measured is None else measured
 
         limiter = trio.CapacityLimiter(AT_ONCE)
-        with trio.move_on_after(NOW_S):
+        with trio.move_on_after(URGENT_MEASURE_S):
             async with trio.open_nursery() as nursery:
                 for each in self._watched.values():
                     nursery.start_soon(measure, each)
@@ -232,10 +240,15 @@ class DiskWatch:
         """End containers that hold too many locks, once the machine has many."""
         while True:
             await trio.sleep(LOCKS_S)
-            if locks_of_machine(SLABS) > MANY_LOCKS:
+            if count_machine_locks(SLABINFO_PATH) > MANY_LOCKS:
                 for each in list(self._watched.values()):
-                    if await held_locks(each.layer.group) > MOST_LOCKS and each.id in self._watched:
-                        await self._end(each, f"the session held more than {MOST_LOCKS} locks on files")
+                    if (
+                        await count_held_locks(each.layer.group) > MAX_SESSION_LOCKS
+                        and each.id in self._watched
+                    ):
+                        await self._end(
+                            each, f"the session held more than {MAX_SESSION_LOCKS} locks on files"
+                        )
                 await trio.sleep(LOCKS_REST_S)
 
     async def _end(self, watched: WatchedContainer, because: str) -> None:
@@ -247,8 +260,8 @@ class DiskWatch:
             await watched.end()
 
 
-def locks_of_machine(slabs: Path) -> int:
-    """How many locks on files the kernel holds; 0 where it does not tell."""
+def count_machine_locks(slabs: Path) -> int:
+    """The number of locks on files in the kernel; 0 if the kernel does not tell."""
     with suppress(OSError):
         for line in slabs.read_text().splitlines():
             if line.startswith("file_lock_cache "):
@@ -256,12 +269,12 @@ def locks_of_machine(slabs: Path) -> int:
     return 0
 
 
-async def held_locks(group: Group) -> int:
-    """How many locks the group's processes hold, counted to just beyond MOST_LOCKS."""
+async def count_held_locks(group: Group) -> int:
+    """Count the locks that the group's processes hold, at most to just beyond MAX_SESSION_LOCKS."""
     folders = [f"/proc/{pid}/fdinfo" for pid in group.processes()]
     if not folders:
         return 0
-    script = f'grep -rhs ^lock: "$@" | head -n {MOST_LOCKS + 1} | wc -l'
+    script = f'grep -rhs ^lock: "$@" | head -n {MAX_SESSION_LOCKS + 1} | wc -l'
     try:
         done = await trio.run_process(
             ["nice", "-n", "19", "sh", "-c", script, "sh", *folders],
@@ -276,29 +289,30 @@ async def held_locks(group: Group) -> int:
 
 
 def disk_space_at(folder: Path) -> DiskSpace:
-    """The space that root may still use there."""
+    """The space that root may still use on the disk of a folder."""
     found = os.statvfs(folder)
     content = found.f_bfree * found.f_frsize
-    # no number: they are made as they are needed
-    return DiskSpace(content=content, files=found.f_ffree * ENTRY if found.f_files else content)
+    # Some file systems give no number of files, because they make inodes as needed.
+    return DiskSpace(content=content, files=found.f_ffree * MIN_FILE_BYTES if found.f_files else content)
 
 
 async def used_bytes(layer: WritableLayer) -> int | None:
-    """The bytes a container has on disk: its layer's files, each counted once, and those it unlinked and
-    still holds open. None when it is gone.
+    """The bytes that a container takes on disk: its layer's files, each counted once, and the files that it
+    unlinked and still holds open. None if the container is gone.
     """
-    on_disk, entries = await _walked(layer, "--block-size=1"), await _walked(layer, "--inodes")
+    on_disk, entries = await _run_du(layer, "--block-size=1"), await _run_du(layer, "--inodes")
     if on_disk is None or entries is None:
         return None
-    return max(on_disk, entries * ENTRY) + await trio.to_thread.run_sync(unlinked_bytes, layer)
+    return max(on_disk, entries * MIN_FILE_BYTES) + await trio.to_thread.run_sync(unlinked_bytes, layer)
 
 
-async def _walked(layer: WritableLayer, counted: str) -> int | None:
+async def _run_du(layer: WritableLayer, counted: str) -> int | None:
     argv = ["nice", "-n", "19", "du", "--summarize", counted, "--one-file-system", "--", str(layer.folder)]
     try:
         done = await trio.run_process(argv, capture_stdout=True, stderr=subprocess.DEVNULL, check=False)
     except OSError as error:
-        # no process available for a measurement: the next one follows, and the disk's reserve holds meanwhile
+        # No process could be started for the measurement. The next one follows, and the disk's reserve lasts
+        # until then.
         _log.warning("a container's disk cannot be measured: %s", error)
         return None
     total = done.stdout.split(b"\t", 1)[0]
@@ -306,10 +320,10 @@ async def _walked(layer: WritableLayer, counted: str) -> int | None:
 
 
 def unlinked_bytes(layer: WritableLayer) -> int:
-    """The bytes of files that have no name any more, which no walk finds."""
+    """The bytes of open files that have no name any more, which no walk finds."""
     found: dict[int, int] = {}
     for number, path in enumerate(_open_files(layer.group)):
-        if number > DESCRIPTORS:
+        if number > MAX_DESCRIPTORS:
             break
         with suppress(OSError):  # closed while we looked
             found_stat = os.stat(path)
@@ -323,8 +337,8 @@ def unlinked_bytes(layer: WritableLayer) -> int:
 
 
 def _open_files(group: Group) -> Iterator[str]:
-    """Everything the group's processes hold open, or have mapped after it was unlinked, as paths of this
-    machine.
+    """Everything that the group's processes hold open, and what they have mapped and is unlinked, as paths of
+    this machine.
     """
     for pid in group.processes():
         with suppress(OSError):

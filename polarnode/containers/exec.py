@@ -1,11 +1,11 @@
 """Run a program in a container: feed it, split its output into stdout and stderr, end it when cancelled.
 
-`Frames` and `Tail` are pure: they cut Podman's stream into pieces and keep the last of them. A frame is the
-stream's number, three zero bytes, the length as four bytes (big-endian), and that many bytes. `Execs` uses a
-raw stream to the service, because a thread cannot be cancelled and an exec may run for an hour. Invariants:
-an exec is over when an inspect says so, never because its stream ended (the service may have died while the
-program runs on); starting one is not cancellable, so that none starts after we have left; hanging up ends
-nothing, so what we leave is ended by signals.
+`FrameSplitter` and `OutputTail` are pure: they cut Podman's stream into pieces and keep the last of them. A
+frame is the stream's number, three zero bytes, the length as four bytes (big-endian), and that many bytes.
+`ExecRunner` uses a raw stream to the service, because a thread cannot be cancelled and an exec may run for
+an hour. Invariants: an exec is over when an inspect says so, never because its stream ended, since the
+service may have died while the program runs on. Starting an exec cannot be cancelled, so that none starts
+after its caller has left. Closing the stream ends no program, so signals end what a caller leaves behind.
 """
 
 import math
@@ -21,9 +21,9 @@ from typing import Literal
 import trio
 from attrs import define, field, frozen
 
-from polarnode.containers.client import Hijacked, call, hijack
-from polarnode.containers.freezing import Freeze
-from polarnode.containers.inside import Inside
+from polarnode.containers.client import HijackedStream, call, hijack_stream
+from polarnode.containers.freezing import ContainerFreeze
+from polarnode.containers.inside import ContainerHandle
 from polarnode.containers.service import PodmanService
 from polarnode.core.backoff import Backoff
 from polarnode.core.conversation import Json
@@ -33,12 +33,12 @@ from polarnode.core.ports import LOST
 # ── the stream ────────────────────────────────────────────────────────────────
 
 HEADER = 8
-STDOUT, STDERR = 1, 2
+STDOUT_NUMBER, STDERR_NUMBER = 1, 2
 Channel = Literal["stdout", "stderr"]
 
 
 @define(eq=False)
-class Frames:
+class FrameSplitter:
     """Splits the stream's bytes into pieces of stdout and stderr. Pieces of a frame are yielded as they come,
     so its length does not bound memory.
     """
@@ -65,15 +65,15 @@ class Frames:
         if len(self._header) < HEADER:
             return
         number = self._header[0]
-        if number not in (STDOUT, STDERR):
+        if number not in (STDOUT_NUMBER, STDERR_NUMBER):
             raise RuntimeFault(f"podman: an exec's stream has a frame of kind {number}")
-        self._channel = "stdout" if number == STDOUT else "stderr"
+        self._channel = "stdout" if number == STDOUT_NUMBER else "stderr"
         self._left = int.from_bytes(self._header[4:], "big")
         self._header.clear()
 
 
 @define(eq=False)
-class Tail:
+class OutputTail:
     """Keeps the last `limit` bytes of what was written."""
 
     limit: int
@@ -105,19 +105,21 @@ class Tail:
 
 START_S = 90.0  # seconds an exec may take to start: 70 ms quiet, 3 s seen with 32 at once on two cores
 TERM_GRACE = 3.0  # seconds a program has between TERM and KILL: time to write its last file
-# between polls whether it ended: at once after its stream did, slower where that was torn
-POLLS = Backoff(first_s=0.01, longest_s=1.0)
-# seconds the service may take to notice that a program ended: milliseconds, seconds on a machine that swaps
+# The pauses between polls whether an exec has ended. The first ones are short, because it usually ends
+# together with its stream; they grow for a stream that was torn.
+POLL_PAUSES = Backoff(first_s=0.01, longest_s=1.0)
+# Seconds that the service may take to notice that a program ended. It takes milliseconds, and seconds on a
+# machine that swaps.
 UNNOTICED_S = 15.0
-UNREACHABLE_S = 60.0  # seconds the service may be away while an exec ends: it is restarted within a few
+UNREACHABLE_S = 60.0  # seconds that the service may be away while an exec ends; it is restarted within a few
 
 SERVICE_DIED = "the podman service died while a program ran in a container: what it wrote is not whole"
-MONITOR = b"conmon"  # the program that starts an exec's program, and waits for it
+MONITOR_PROGRAM = b"conmon"  # the program that starts an exec's program, and waits for it
 
-# its complaint about conmon's socket, one frame by itself
+# Podman's own complaint about conmon's socket, which is a frame by itself.
 PODMANS_OWN = re.compile(rb"Error: (read|write) unixpacket @->\S*[^\n]*\r?\n?")
 
-Sink = Callable[[Channel, bytes], None]
+OutputSink = Callable[[Channel, bytes], None]
 
 
 @frozen(kw_only=True)
@@ -132,23 +134,23 @@ class ExecOrder:
 
 
 @define(eq=False)
-class Execs:
+class ExecRunner:
     """Runs programs in one container. `limiter` is the node's own over calls to Podman, held only while an
     exec starts.
     """
 
     service: PodmanService
     container: str
-    inside: Inside
+    inside: ContainerHandle
     limiter: trio.CapacityLimiter
-    freeze: Freeze
+    freeze: ContainerFreeze
 
-    async def run(self, order: ExecOrder, sink: Sink, *, alone: bool = False) -> int:
-        """Run to the end and return the exit code (127: no such program, 137: killed, LOST: the program lost
-        it). `sink` gets the output as it comes. On cancellation the program's process group gets TERM, then
-        KILL; with `alone` everything else in the container is ended too, as it is when the exit code is lost.
-        Raises RuntimeFault where the program's monitor was killed, and where the service died meanwhile,
-        whatever the exit code: not all of the output came.
+    async def run(self, order: ExecOrder, sink: OutputSink, *, alone: bool = False) -> int:
+        """Run a program to its end and return its exit code (127: no such program, 137: killed, LOST: the
+        program lost its own). `sink` gets the output as it comes. On cancellation the program's process group
+        gets TERM, then KILL; with `alone` everything else in the container is ended too, as it is when the
+        exit code is lost. Raises RuntimeFault if the program's monitor was killed. It is also raised if the
+        service died meanwhile, whatever the exit code is, because part of the output is missing.
         """
         exec_id: str | None = None
         try:
@@ -158,10 +160,12 @@ class Execs:
                 await _pump(stream, order.stdin, sink)
             exit_code = await self._wait_ended(exec_id)
             if self.service.restarts != restarts:
-                # a torn stream ends as a whole one does: what was written, or fed, may miss its end
+                # A torn stream looks like one that has ended: the end of the output, or of the input, may be
+                # missing.
                 raise RuntimeFault(SERVICE_DIED)
-            if exit_code == LOST and await trio.to_thread.run_sync(_monitored, exec_id):
-                # the monitor waits to clean up, so it was not killed: the program took the code from it
+            if exit_code == LOST and await trio.to_thread.run_sync(_monitor_lives, exec_id):
+                # The monitor still waits to clean up, so it was not killed: the program itself made it lose
+                # the exit code.
                 await self._end(exec_id, alone)
             elif exit_code == LOST:
                 raise RuntimeFault(
@@ -169,21 +173,23 @@ class Execs:
                 )
             return exit_code
         except BaseException:
-            # usually a cancellation; in any case the program must not outlive this call
+            # Usually this is a cancellation. In any case the program must not outlive this call.
             with trio.move_on_after(UNREACHABLE_S, shield=True):
                 await self._end(exec_id, alone)
             raise
 
-    async def _start(self, order: ExecOrder, stack: AsyncExitStack) -> tuple[str, Hijacked]:
+    async def _start(self, order: ExecOrder, stack: AsyncExitStack) -> tuple[str, HijackedStream]:
         async with self.limiter:
             with trio.move_on_after(START_S, shield=True):
-                exec_id = await self._create(order)
+                exec_id = await self._create_exec(order)
                 return exec_id, await stack.enter_async_context(
-                    hijack(self.service.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
+                    hijack_stream(
+                        self.service.socket, f"/exec/{exec_id}/start", {"Detach": False, "Tty": False}
+                    )
                 )
         raise RuntimeFault(f"a program did not start in a container within {START_S:.0f} s")
 
-    async def _create(self, order: ExecOrder) -> str:
+    async def _create_exec(self, order: ExecOrder) -> str:
         body: dict[str, Json] = {
             "Cmd": list(order.argv),
             "Env": [f"{name}={value}" for name, value in order.env.items()],
@@ -200,12 +206,12 @@ class Execs:
         )
 
     async def _wait_ended(self, exec_id: str) -> int:
-        """The exit code; LOST where the program's monitor wrote none, or found none. Raises RuntimeFault
-        where the service died meanwhile and did not learn it.
+        """Wait for the end and return the exit code; LOST if the program's monitor wrote none, or found none.
+        Raises RuntimeFault if the service died meanwhile and did not learn the exit code.
         """
-        pauses, doubtful = POLLS.delays(), math.inf
+        pauses, doubtful = POLL_PAUSES.delays(), math.inf
         while True:
-            state = await self._inspect(exec_id)
+            state = await self._inspect_exec(exec_id)
             if not state["Running"] or not self.inside.alive():
                 return state["ExitCode"]
             if not state["Pid"] or self.inside.holds(state["Pid"]):
@@ -216,8 +222,8 @@ class Execs:
                 raise RuntimeFault(SERVICE_DIED)
             await trio.sleep(next(pauses))
 
-    async def _inspect(self, exec_id: str) -> Mapping[str, int]:
-        """The service's record of an exec, across a restart of the service if need be."""
+    async def _inspect_exec(self, exec_id: str) -> Mapping[str, int]:
+        """Return the service's record of an exec. If the service is being restarted, wait for it."""
         until = trio.current_time() + UNREACHABLE_S
         while True:
             try:
@@ -225,7 +231,7 @@ class Execs:
             except RuntimeFault:
                 if trio.current_time() > until:
                     raise
-                await trio.sleep(POLLS.longest_s)
+                await trio.sleep(POLL_PAUSES.longest_s)
             else:
                 state: Mapping[str, int] = reply.json()
                 return state
@@ -234,41 +240,43 @@ class Execs:
         """TERM, a grace period, KILL. Never raises: the teardown of the container ends what remains."""
         try:
             await self.freeze.thaw_for_good()  # frozen programs take no signal
-            state = await self._inspect(exec_id) if exec_id is not None else {}
+            state = await self._inspect_exec(exec_id) if exec_id is not None else {}
             if exec_id is not None and state["Running"] and state["Pid"]:
                 self.inside.signal_group(state["Pid"], signal.SIGTERM)
                 with trio.move_on_after(TERM_GRACE):
                     await self._wait_ended(exec_id)
                 self.inside.signal_group(state["Pid"], signal.SIGKILL)
-            # a program whose exit code is lost runs on, and Podman has forgotten its process id
+            # A program whose exit code is lost runs on, and Podman has forgotten its process id.
             if alone or (not state.get("Running") and state.get("ExitCode") == LOST):
                 await self.inside.kill_all()
         except RuntimeFault:
             return  # the container is gone, or is about to be
 
 
-def _monitored(exec_id: str) -> bool:
-    """Whether the monitor of an exec lives. After its program it does for EXEC_KEPT_S (`service.py`) more,
-    unless it was killed.
+def _monitor_lives(exec_id: str) -> bool:
+    """Whether the monitor of an exec lives. Unless it was killed, it lives for EXEC_KEPT_S (`service.py`)
+    more than its program.
     """
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it ended while we looked
             words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            if os.path.basename(words[0]) == MONITOR and exec_id.encode() in words:
+            if os.path.basename(words[0]) == MONITOR_PROGRAM and exec_id.encode() in words:
                 return True
     return False
 
 
-async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
-    """Feed and read concurrently: a program may answer before it has read everything, or never read it.
+async def _pump(stream: HijackedStream, stdin: bytes, sink: OutputSink) -> None:
+    """Feed and read concurrently, because a program may answer before it has read everything, or never read
+    it.
 
-    What Podman itself writes last, where a program ended and another held its output, is nobody's output.
+    If a program ended while another one holds its output, Podman writes a last line of its own. That line
+    belongs to no program and is dropped.
     """
-    held: list[bytes] = []  # what looks like it, until more comes
+    held: list[bytes] = []  # a piece that looks like Podman's line, until more comes
     async with trio.open_nursery() as nursery:
         if stdin:
-            nursery.start_soon(_feed, stream, stdin)
-        frames = Frames()
+            nursery.start_soon(_feed_stdin, stream, stdin)
+        frames = FrameSplitter()
         while data := await stream.receive():
             for channel, piece in frames.feed(data):
                 while held:
@@ -280,7 +288,7 @@ async def _pump(stream: Hijacked, stdin: bytes, sink: Sink) -> None:
         nursery.cancel_scope.cancel()
 
 
-async def _feed(stream: Hijacked, stdin: bytes) -> None:
+async def _feed_stdin(stream: HijackedStream, stdin: bytes) -> None:
     try:
         await stream.stream.send_all(stdin)
         await stream.stream.send_eof()

@@ -1,4 +1,4 @@
-"""What an error at a container's files means: the machine's fault, or of what the container holds."""
+"""The meaning of an error at a container's files: a fault of the machine, or of the container's content."""
 
 import errno
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ REASONS = {
     errno.EROFS: "it is read-only, as all but the writable places is while a harness runs",
     errno.EXDEV: "another file system is mounted there",
 }
-# a full disk, a broken one, no descriptors and no memory left: not what a container holds
-OF_MACHINE = frozenset({errno.ENOSPC, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# These mean a full or broken disk, or no descriptors or memory left. They do not come from a container's
+# content.
+MACHINE_ERRNOS = frozenset({errno.ENOSPC, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 @contextmanager
@@ -25,8 +26,8 @@ def explained(what: str) -> Iterator[None]:
 
 
 def fault(what: str, error: OSError) -> RuntimeFault:
-    """The machine's where it lacks room or fails; all else is of what the container holds."""
-    kind = RuntimeFault if error.errno in OF_MACHINE else ContentFault
+    """The fault for an error: RuntimeFault if the machine fails or lacks room, else ContentFault."""
+    kind = RuntimeFault if error.errno in MACHINE_ERRNOS else ContentFault
     return kind(f"{what}: {reason_of(error)}")
 
 

@@ -1,11 +1,11 @@
 """Files of a container: read, written, walked and archived from outside through its root, in threads.
 
-This is two orders of magnitude faster than an exec and needs nothing of the image. The content is hostile:
-whoever is inside may put a link anywhere at any time, and these files are opened with the node's rights.
+This is two orders of magnitude faster than an exec and needs nothing of the image. The content is hostile: a
+program inside may put a link anywhere at any time, and the node opens these files with its own rights.
 Invariants: every path is opened by openat2 with RESOLVE_IN_ROOT and RESOLVE_NO_SYMLINKS; a walk opens every
-folder from the one above it, by a single name, follows no link, enters no other file system, and costs at
+folder from the one above it, by a single name, follows no link, enters no other file system, and needs at
 most two descriptors a level and a page of names. Artifacts are one tar of plain files, folders and links,
-bounded in bytes and entries; everything left out is reported.
+limited in bytes and entries; everything that is left out is reported.
 """
 
 import ctypes
@@ -31,10 +31,10 @@ from polarnode.support.bounded import written_whole
 # ── files ─────────────────────────────────────────────────────────────────────
 
 SYS_OPENAT2 = 437  # the same number on every architecture
-RESOLVE = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
-IN_ROOT_ALONE = 0x10 | 0x02  # links are followed as they lead inside
-OF_FOLDER = 0x08 | 0x04 | 0x02 | 0x01  # BENEATH, NO_SYMLINKS, NO_MAGICLINKS, NO_XDEV
-PASSWD_LIMIT = 1 << 20  # bytes of an image's /etc/passwd, and of /etc/hosts
+RESOLVE_FLAGS = 0x10 | 0x04 | 0x02  # IN_ROOT, NO_SYMLINKS, NO_MAGICLINKS (linux/openat2.h)
+RESOLVE_LINKS_FLAGS = 0x10 | 0x02  # links are followed as they lead inside
+RESOLVE_CHILD_FLAGS = 0x08 | 0x04 | 0x02 | 0x01  # BENEATH, NO_SYMLINKS, NO_MAGICLINKS, NO_XDEV
+MAX_PASSWD_BYTES = 1 << 20  # bytes of an image's /etc/passwd, and of /etc/hosts
 FOLDER_MODE = 0o755
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,9 +59,9 @@ class ContainerFiles:
     shift: int
 
     def write(self, path: str, content: bytes, owner: Account, mode: int, *, at_s: int | None = None) -> None:
-        """Write a whole file and make the folders above it. A link in the way is a ContentFault; a file is
-        replaced. `at_s`: the modification time of what is made, in seconds since 1970; existing folders keep
-        theirs then.
+        """Write a whole file and make the folders above it. A link in the way raises ContentFault; an
+        existing file is replaced. `at_s`: the modification time of the file and of new folders, in seconds
+        since 1970; existing folders then keep their time.
         """
         parts = _parts(path)
         with explained(f"writing {path}"):
@@ -72,9 +72,9 @@ class ContainerFiles:
             finally:
                 os.close(folder)
 
-    def own_top(self, at_s: int) -> None:
-        """Make `/` itself writable for its owner, as in any other runtime: an overlay's own has the mode
-        0555, which binds root without capabilities. Its time becomes `at_s`.
+    def prepare_root(self, at_s: int) -> None:
+        """Make `/` itself writable for its owner, as in any other runtime, and set its time to `at_s`. The
+        root of an overlay has the mode 0555, which root without capabilities cannot pass over.
         """
         top = f"/proc/self/fd/{self.root}"
         with explained("giving / its mode"):
@@ -82,13 +82,13 @@ class ContainerFiles:
             os.utime(top, (at_s, at_s))
 
     def make_folder(self, path: str, owner: Account, *, at_s: int | None = None) -> None:
-        """Make a folder and those above it; an existing one stays as it is. `at_s` as in `write`."""
+        """Make a folder and those above it; an existing folder stays as it is. `at_s` is as in `write`."""
         with explained(f"making {path}"):
             os.close(self._folders(_parts(path), owner, at_s))
 
-    def open_up(self, path: str, owner: Account) -> None:
-        """Let a folder's owner enter it and write there; make it where it is missing, or where something else
-        than a folder or a link has its name.
+    def open_to_owner(self, path: str, owner: Account) -> None:
+        """Let a folder's owner enter it and write in it. The folder is made if it is missing, or if something
+        that is no folder and no link has its name.
         """
         *above, name = _parts(path)
         with explained(f"making {path}"):
@@ -103,27 +103,29 @@ class ContainerFiles:
                 os.close(folder)
             try:
                 mode = stat.S_IMODE(os.fstat(opened).st_mode)
-                if mode & stat.S_IRWXU != stat.S_IRWXU:  # else it stays as it is: it may be a volume
+                if mode & stat.S_IRWXU != stat.S_IRWXU:  # otherwise it is left alone: it may be a volume
                     os.fchmod(opened, mode | stat.S_IRWXU)
             finally:
                 os.close(opened)
 
     def forget_host(self, name: str) -> None:
-        """Take a name out of /etc/hosts, links inside followed; do nothing where there is none."""
+        """Remove a name from /etc/hosts, following links inside the container; do nothing if there is no
+        file.
+        """
         with (
             explained("writing /etc/hosts"),
             suppress(FileNotFoundError),
-            opened_below(self.root, "/etc/hosts", os.O_RDWR, links=True) as opened,
+            open_below(self.root, "/etc/hosts", os.O_RDWR, links=True) as opened,
         ):
-            before = _read(opened, PASSWD_LIMIT).decode(errors="surrogateescape")
+            before = _read(opened, MAX_PASSWD_BYTES).decode(errors="surrogateescape")
             after = re.sub(rf"[ \t]+{re.escape(name)}(?=\s|$)", "", before)
             if after != before:
                 os.ftruncate(opened, 0)
                 os.pwrite(opened, after.encode(errors="surrogateescape"), 0)
 
     def read(self, path: str, limit: int) -> bytes | None:
-        """The first `limit` bytes of a plain file; None where there is none, and where a link or a
-        device is.
+        """Read the first `limit` bytes of a plain file; None if there is none, or a link or a device
+        instead.
         """
         try:
             opened = _open_in(self.root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
@@ -141,7 +143,7 @@ class ContainerFiles:
         """Look up a user by name, or by number as `1000` or `1000:1000`. Raises ContentFault for a name the
         image does not have.
         """
-        lines = (self.read("/etc/passwd", PASSWD_LIMIT) or b"").decode(errors="replace").splitlines()
+        lines = (self.read("/etc/passwd", MAX_PASSWD_BYTES) or b"").decode(errors="replace").splitlines()
         rows = [
             row
             for row in (line.split(":") for line in lines)
@@ -161,18 +163,19 @@ class ContainerFiles:
         )
 
     def account_obstacle(self) -> str | None:
-        """Why Podman must not start a program now: it reads these files of a container itself, from outside,
-        and a pipe in their place would stop its service for good. None where nothing is wrong.
+        """Why Podman must not start a program now; None if nothing is wrong. Podman itself reads the
+        container's user files from outside, and a pipe in their place would block its service for good.
         """
         for path in ("/etc/passwd", "/etc/group"):
             try:
-                with opened_below(self.root, path, os.O_PATH, links=True) as opened:
+                with open_below(self.root, path, os.O_PATH, links=True) as opened:
                     found = os.fstat(opened)
             except OSError:
                 continue  # Podman finds as little
-            if not stat.S_ISREG(found.st_mode) or found.st_size > PASSWD_LIMIT:
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_PASSWD_BYTES:
                 return (
-                    f"{path} of the container is no plain file of at most {PASSWD_LIMIT >> 20} MiB any more"
+                    f"{path} of the container is no plain file of at most {MAX_PASSWD_BYTES >> 20} MiB any"
+                    " more"
                 )
         return None
 
@@ -182,7 +185,7 @@ class ContainerFiles:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                 raise ContentFault(f"{name} is there already and is no plain file")
-            # never written into: it may be a second name of a file that is not theirs
+            # The file is removed and never written into, because it may be a second name of another file.
             os.unlink(name, dir_fd=folder)
         opened = _open_in(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(opened, "wb") as file:
@@ -194,7 +197,7 @@ class ContainerFiles:
                 os.utime(opened, (at_s, at_s))
 
     def _folders(self, parts: list[str], owner: Account, at_s: int | None) -> int:
-        """An open descriptor of the folder, which is made where it is missing."""
+        """Open a folder by its parts, and make the missing ones. Returns a descriptor."""
         current = os.dup(self.root)
         for part in parts:
             try:
@@ -224,13 +227,13 @@ def _time_kept(folder: int, *, keep: bool) -> Iterator[None]:
     before = os.fstat(folder)
     yield
     if keep:
-        # the root may be open as a path alone, which has no utime of its own
+        # The root may be open only as a path (O_PATH), and such a descriptor does not take a utime.
         os.utime(f"/proc/self/fd/{folder}", ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _read(opened: int, limit: int) -> bytes:
     pieces: list[bytes] = []
-    # one call gives at most 2 GiB, and less where a signal comes
+    # One call reads at most 2 GiB, and less if a signal comes.
     while limit > 0 and (piece := os.read(opened, limit)):
         pieces.append(piece)
         limit -= len(piece)
@@ -245,11 +248,11 @@ def _parts(path: str) -> list[str]:
 
 
 @contextmanager
-def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> Iterator[int]:
-    """Open something of a container; `links` on the way are refused, or followed within the container. Raises
-    OSError where it cannot be opened.
+def open_below(root: int, path: str, flags: int, *, links: bool = False) -> Iterator[int]:
+    """Open something in a container. Links on the way are refused, or with `links` followed within the
+    container. Raises OSError if it cannot be opened.
     """
-    opened = _open_in(root, path, flags, resolve=IN_ROOT_ALONE if links else RESOLVE)
+    opened = _open_in(root, path, flags, resolve=RESOLVE_LINKS_FLAGS if links else RESOLVE_FLAGS)
     try:
         yield opened
     finally:
@@ -257,18 +260,20 @@ def opened_below(root: int, path: str, flags: int, *, links: bool = False) -> It
 
 
 @contextmanager
-def opened_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
-    """Open something in an open folder: no link, and nothing mounted there. Raises OSError where it cannot be
+def open_child(folder: int, name: bytes, flags: int) -> Iterator[int]:
+    """Open something in an open folder that is no link and no mount. Raises OSError if it cannot be
     opened.
     """
-    opened = _open_in(folder, name, flags, resolve=OF_FOLDER)
+    opened = _open_in(folder, name, flags, resolve=RESOLVE_CHILD_FLAGS)
     try:
         yield opened
     finally:
         os.close(opened)
 
 
-def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resolve: int = RESOLVE) -> int:
+def _open_in(
+    folder: int, path: str | bytes, flags: int, mode: int = 0, *, resolve: int = RESOLVE_FLAGS
+) -> int:
     """openat2(2). The kernel resolves the path as if `folder` were the root, and refuses links unless
     `resolve` allows them.
     """
@@ -288,7 +293,7 @@ def _open_in(folder: int, path: str | bytes, flags: int, mode: int = 0, *, resol
 
 # ── walking a tree ────────────────────────────────────────────────────────────
 
-# folders in one another: the deepest that package managers made was 60, and each takes two descriptors
+# The deepest nesting of folders. Package managers made at most 60, and each level takes two descriptors.
 DEEPEST = 200
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY
 FILE_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
@@ -330,8 +335,8 @@ def entry_of(above: int, name: bytes, path: bytes) -> TreeEntry:
 
 
 def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEntry]:
-    """The entry and everything below it, folders before their contents. `skipped` gets what is left out, and
-    why.
+    """Yield the entry and everything below it, folders before their contents. `skipped` gets what is left
+    out, and why.
     """
     yield entry
     if not entry.is_folder:
@@ -339,7 +344,7 @@ def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEnt
     if depth >= DEEPEST:
         return skipped(entry.path, f"it is more than {DEEPEST} folders deep")
     try:
-        with opened_child(entry.above, entry.name, FOLDER_FLAGS) as opened:
+        with open_child(entry.above, entry.name, FOLDER_FLAGS) as opened:
             for below in entries(opened, entry.path):
                 yield from walk(below, skipped, depth + 1)
     except OSError as error:
@@ -349,14 +354,14 @@ def walk(entry: TreeEntry, skipped: Skipped, depth: int = 0) -> Iterator[TreeEnt
 def remove(above: int, name: bytes, depth: int = 0) -> None:
     """Remove the entry of this name and everything below it. Mounts stay, with the folders that contain them.
 
-    The kernel would not protect it: removing a mount point from another namespace takes the mount away.
-    Raises OSError where something cannot be removed.
+    The kernel would not protect a mount: removing its mount point from another namespace removes the mount.
+    Raises OSError if something cannot be removed.
     """
     if depth > DEEPEST:
         raise OSError(errno.ENAMETOOLONG, f"it is more than {DEEPEST} folders deep", name)
     try:
         found = os.stat(name, dir_fd=above, follow_symlinks=False)
-        with opened_child(
+        with open_child(
             above, name, FOLDER_FLAGS if stat.S_ISDIR(found.st_mode) else os.O_PATH | os.O_NOFOLLOW
         ) as opened:
             if not stat.S_ISDIR(found.st_mode):
@@ -370,7 +375,7 @@ def remove(above: int, name: bytes, depth: int = 0) -> None:
 
 
 def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
-    """The contents of an open folder, without entries that disappear meanwhile."""
+    """Yield the contents of an open folder, without entries that disappear meanwhile."""
     with os.scandir(opened) as listing:
         for found in listing:
             name = os.fsencode(found.name)
@@ -383,20 +388,21 @@ def entries(opened: int, path: bytes) -> Iterator[TreeEntry]:
 
 # ── artifacts ─────────────────────────────────────────────────────────────────
 
-# bytes of content: a patch, logs, a small build; ten thousand sessions of this size fill a disk
+# The most bytes of content: enough for a patch, logs or a small build. Ten thousand sessions of this size
+# fill a disk.
 BYTES_LIMIT = 256 << 20
 ENTRIES_LIMIT = 100_000  # 512 bytes and 50 microseconds each: 50 MB and 5 s
 NAMED_LIMIT = 50  # things left out that are named; the others are counted
 READ = 1 << 20  # bytes at a time
-ENDING, WORKSPACE_ENDING = ".artifacts.tar", ".workspace.tar"
+ARTIFACTS_SUFFIX, WORKSPACE_SUFFIX = ".artifacts.tar", ".workspace.tar"
 WORKDIR = "."  # the whole workdir, as a path to keep
-NO_FILE = "it is neither a file nor a folder nor a link"
+NOT_A_FILE = "it is neither a file nor a folder nor a link"
 
 
 @frozen(kw_only=True)
-class Collected:
-    """What was kept: the tar, the number of files and bytes of content in it, and what was left out, each
-    with its reason.
+class CollectedFiles:
+    """The kept files of a session: the tar, the number of files and bytes of content in it, and what was left
+    out, each with its reason.
     """
 
     path: Path
@@ -416,26 +422,26 @@ class Collected:
 
 def artifacts_path(folder: Path, session_id: str) -> Path:
     """The path of a session's artifacts in the node's folder of sessions."""
-    return folder / f"{session_id}{ENDING}"
+    return folder / f"{session_id}{ARTIFACTS_SUFFIX}"
 
 
 def workspace_path(folder: Path, session_id: str) -> Path:
     """The path of a session's workspace in the node's folder of sessions."""
-    return folder / f"{session_id}{WORKSPACE_ENDING}"
+    return folder / f"{session_id}{WORKSPACE_SUFFIX}"
 
 
-def kept_whole(metrics: Json) -> bool:
-    """Whether everything was kept, by the metrics of what was. What is no file is no loss: the other end of a
-    pipe or a socket is gone.
+def is_kept_whole(metrics: Json) -> bool:
+    """Whether everything was kept, according to the metrics of the kept files. Pipes and sockets do not count
+    as lost, because their other ends are gone.
     """
     if not isinstance(metrics, dict) or not isinstance(left_out := metrics.get("left_out"), list):
         return False
-    return all(str(each).endswith(NO_FILE) for each in left_out)
+    return all(str(each).endswith(NOT_A_FILE) for each in left_out)
 
 
 def unpack_workdir(kept: Path, to: Path) -> None:
-    """Unpack the workdir of a tar that `collect` wrote into an empty folder of this machine, with the ids of
-    its container. Raises RuntimeFault where that is impossible.
+    """Unpack the workdir of a tar that `collect` wrote into an empty folder of this machine, with the ids
+    that it had in its container. Raises RuntimeFault if that is impossible.
     """
 
     def checked(entry: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
@@ -450,20 +456,20 @@ def unpack_workdir(kept: Path, to: Path) -> None:
         raise RuntimeFault(f"{kept.name} cannot be unpacked: {error}") from error
 
 
-def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Path) -> Collected:
-    """Write the tar; an incomplete one is never left. Raises RuntimeFault where it cannot be written. Runs in
-    a thread, and stops when its caller is cancelled.
+def collect(files: ContainerFiles, *, paths: Sequence[str], workdir: str, to: Path) -> CollectedFiles:
+    """Write the tar of artifacts; an incomplete one is never left. Raises RuntimeFault if it cannot be
+    written. It runs in a thread, and stops when its caller is cancelled.
     """
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         with written_whole(to) as sink:
-            archive = _Archive(TarWriter(sink, files.shift))
+            archive = _ArtifactArchive(TarWriter(sink, files.shift))
             for path in paths:
                 archive.add(files.root, path, workdir)
             archive.writer.finish()
     except OSError as error:
         raise RuntimeFault(f"the session's artifacts could not be kept: {error}") from error
-    return Collected(path=to, files=archive.files, bytes=archive.size, left_out=archive.left_out())
+    return CollectedFiles(path=to, files=archive.files, bytes=archive.size, left_out=archive.left_out())
 
 
 @define(eq=False)
@@ -478,8 +484,8 @@ class TarWriter:
     def head(
         self, entry: TreeEntry, kind: bytes, *, size: int = 0, link: bytes = b"", bits: int = 0o777
     ) -> None:
-        """GNU's format: names of any bytes and length, sizes beyond 8 GiB, readable by every tar. `bits` of
-        the mode are kept.
+        """Write the header of an entry in GNU's format, which has names of any bytes and length and sizes
+        beyond 8 GiB, and which every tar reads. `bits`: the bits of the mode that are kept.
         """
         info, found = tarfile.TarInfo(os.fsdecode(entry.path)), entry.lstat
         info.type, info.size, info.linkname = kind, size, os.fsdecode(link)
@@ -488,7 +494,7 @@ class TarWriter:
         self.sink.write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def copy(self, opened: int, size: int) -> None:
-        """The content of an open file of this size; one that shrinks meanwhile is padded."""
+        """Copy the content of an open file of this size. A file that shrinks meanwhile is padded."""
         left = size
         while left and (piece := os.read(opened, min(READ, left))):
             trio.from_thread.check_cancelled()
@@ -504,7 +510,7 @@ class TarWriter:
 
 
 @define(eq=False)
-class _Archive:
+class _ArtifactArchive:
     """The tar of artifacts while it is written."""
 
     writer: TarWriter
@@ -521,7 +527,7 @@ class _Archive:
         whole = f"/{named}" if path.startswith("/") else f"{workdir}/{named}"
         folder, _, name = whole.rpartition("/")
         try:
-            with opened_below(root, folder or "/", FOLDER_FLAGS) as above:
+            with open_below(root, folder or "/", FOLDER_FLAGS) as above:
                 self._walk(entry_of(above, os.fsencode(name), os.fsencode(named)))
         except OSError as error:
             self._leave_out(os.fsencode(path), reason_of(error))
@@ -553,17 +559,17 @@ class _Archive:
         elif entry.is_file:
             self._file(entry)
         else:
-            self._leave_out(entry.path, NO_FILE)
+            self._leave_out(entry.path, NOT_A_FILE)
 
     def _file(self, entry: TreeEntry) -> None:
-        """The size is what reading gives, holes included; a file that shrinks meanwhile is padded."""
+        """Add a file. Its size includes holes; a file that shrinks meanwhile is padded."""
         size = entry.lstat.st_size
         if self.size + size > BYTES_LIMIT:
             return self._leave_out(
                 entry.path, f"with its {size} bytes the artifacts would be larger than {BYTES_LIMIT}"
             )
         try:
-            with opened_child(entry.above, entry.name, FILE_FLAGS) as opened:
+            with open_child(entry.above, entry.name, FILE_FLAGS) as opened:
                 self._head(entry, tarfile.REGTYPE, size=size)
                 self.writer.copy(opened, size)
         except OSError as error:

@@ -1,9 +1,9 @@
-"""The programs of one container, stopped and continued together by the kernel's freezer.
+"""Stop and continue all programs of one container together, by the kernel's freezer.
 
-A frozen container keeps its files, memory and connections: what is sent to it waits in the kernel. It takes
-no signal and starts nothing until it is thawed, so whatever ends, starts or removes its programs thaws it
-first. It is Podman that freezes, and not the node, so that a node which finds the container after a kill can
-remove it.
+A frozen container keeps its files, memory and connections, and data that is sent to it waits in the kernel.
+It receives no signal and starts nothing until it is thawed, so code that ends, starts or removes its programs
+thaws it first. Podman does the freezing, and not the node itself, so that a node which finds the container
+after a kill can remove it.
 """
 
 from contextlib import suppress
@@ -18,9 +18,10 @@ from polarnode.core.errors import RuntimeFault, boundary
 
 
 @define(eq=False, kw_only=True)
-class Freeze:
-    """Whether one container is frozen. `frozen`: the names of the node's frozen containers. `possible`:
-    whether this machine can freeze any. `freezer`: the kernel's file of it, where there is one.
+class ContainerFreeze:
+    """Freezes and thaws one container. `frozen`: the names of the node's frozen containers. `possible`:
+    whether this machine can freeze containers. `freezer`: the kernel's freezer file of the container, if
+    there is one.
     """
 
     container: str
@@ -37,7 +38,7 @@ class Freeze:
         return self.container in self.frozen
 
     async def freeze(self) -> None:
-        """Stop all its programs; nothing where it is frozen, can not be, or was thawed for good. Raises
+        """Stop all its programs. Do nothing if it is frozen, cannot be frozen, or was thawed for good. Raises
         RuntimeFault.
         """
         async with self._lock:
@@ -53,7 +54,7 @@ class Freeze:
                 self.frozen.discard(self.container)
 
     async def thaw_certainly(self) -> None:
-        """Thaw it, also where Podman cannot or takes it for thawed, as after a dump that failed. Raises
+        """Thaw it even if Podman cannot, or believes that it is thawed, as after a failed dump. Raises
         RuntimeFault.
         """
         if self.freezer is None:
@@ -68,6 +69,8 @@ class Freeze:
             self.frozen.discard(self.container)
 
     async def thaw_for_good(self) -> None:
-        """Thaw it, and freeze it no more: its programs are about to be ended. Raises RuntimeFault."""
+        """Thaw it and never freeze it again, because its programs are about to be ended. Raises
+        RuntimeFault.
+        """
         self._ended = True
         await self.thaw_certainly()

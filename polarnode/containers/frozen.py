@@ -1,12 +1,12 @@
-"""Containers with their processes in files: frozen while their harness waits, and made again for forks.
+"""Images of containers with their processes: written while the harness waits, and restored for forks.
 
 A container is paused, CRIU writes its processes, and its layer is copied, so that both are of one moment;
-then it goes on. A copy is a container of Podman's like any other, with a name and labels of its own: its
-layer and its processes are put into it before it is started, and it is restored in place of a start. It has
-the user ids of the original, because its processes have. Its processes are stopped until `thaw`, when its
-endpoint listens.
+then the container runs on. A copy is a container of Podman's like any other, with a name and labels of its
+own. Its layer and its processes are put into it before it is started, and it is restored in place of a start.
+It has the user ids of the original, because its processes have them. Its processes are stopped until `thaw`,
+which happens when its endpoint listens.
 
-Invariants: a folder without `config.json` is no image; nothing of a copy runs before `thaw`.
+Invariants: a folder without `config.json` is no image; no process of a copy runs before `thaw`.
 """
 
 import json
@@ -26,31 +26,32 @@ from attrs import define
 from polarnode.containers.below import number_of
 from polarnode.containers.client import ContainerClient, PlacedContainer
 from polarnode.containers.control_groups import Group
-from polarnode.containers.criu import Criu, error_in
-from polarnode.containers.freezing import Freeze
-from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_PORT, Inside, printable
-from polarnode.containers.sealing import Mount, SealState
+from polarnode.containers.criu import Criu, logged_error
+from polarnode.containers.freezing import ContainerFreeze
+from polarnode.containers.inside import EGRESS_PORT, ENDPOINT_PORT, ContainerHandle, printable
+from polarnode.containers.sealing import ContainerMount, SealState
 from polarnode.core.errors import ForkError, Refused, RuntimeFault, boundary
 from polarnode.core.snapshots import FrozenImage, FrozenMount, FrozenProcess
 
-IMAGES, LAYER, CONFIG = "criu", "layer.tar", "config.json"
-# of the layer: names, owners, modes and times to the nanosecond, and what overlay notes in attributes
-TAR = ("tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls")
-# runc gives up on a container whose processes start others all the time, on a busy machine: one time in ten
-PAUSES, PAUSE_AGAIN_S = 4, 0.1
+IMAGES_FOLDER, LAYER, CONFIG = "criu", "layer.tar", "config.json"
+# The tar of a layer keeps names, owners, modes, times to the nanosecond, and what overlay stores in
+# attributes.
+TAR_COMMAND = ("tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "--acls")
+# On a busy machine, one pause in ten fails if processes start others all the time, because runc gives up.
+PAUSES, PAUSE_RETRY_S = 4, 0.1
 REMOVING_S = 5.0  # seconds to remove an image of some files: milliseconds, unless the disk hangs
-ESTABLISHED = "01"  # the state of a connection in /proc/net/tcp
+ESTABLISHED_STATE = "01"  # the state of a connection in /proc/net/tcp
 
 
 @define(eq=False, kw_only=True)
-class Frost:
-    """Freezes one running container. `layer` is the folder of what it has written."""
+class FrozenImageWriter:
+    """Writes one running container into files. `layer` is the folder with what the container has written."""
 
     criu: Criu
     client: ContainerClient
     name: str
-    inside: Inside
-    freeze: Freeze
+    inside: ContainerHandle
+    freeze: ContainerFreeze
     shift: int
     layer: Path
     group: Group
@@ -58,9 +59,9 @@ class Frost:
     async def write(
         self, to: Path, *, number: int, places: Sequence[str], sealed: SealState | None, limit: int
     ) -> FrozenImage:
-        """Write the container to a folder that does not exist yet, and let it go on. `number`: the harness's
-        shell in it. `places`: where files may be that processes watch. Raises Refused for more than `limit`
-        bytes, RuntimeFault where it cannot be written or could not be restored as it is.
+        """Write the container to a folder that does not exist yet, and let it run on. `number`: the process
+        id of the harness's shell in it. `places`: where files may be that processes watch. Raises Refused for
+        more than `limit` bytes, RuntimeFault if it cannot be written or could not be restored as it is.
         """
         await trio.to_thread.run_sync(self._check, limit)
         placed = await self.client.placed(self.name)
@@ -69,10 +70,10 @@ class Frost:
                 await trio.to_thread.run_sync(_make_folders, to)
                 await trio.to_thread.run_sync(self.criu.configure_dump, self.name, places)
                 async with self._paused():
-                    processes = await trio.to_thread.run_sync(self._processes)
+                    processes = await trio.to_thread.run_sync(self._frozen_processes)
                     with _tmp_unchanged(self.inside.root):
-                        await self.criu.dump(placed.id, to / IMAGES, to)
-                    await _tar("-S", "--format=posix", "-cf", to / LAYER, "-C", self.layer, ".")
+                        await self.criu.dump(placed.id, to / IMAGES_FOLDER, to)
+                    await _run_tar("-S", "--format=posix", "-cf", to / LAYER, "-C", self.layer, ".")
                 size = await trio.to_thread.run_sync(_finish, to, placed.config)
         except BaseException:
             with trio.move_on_after(REMOVING_S, shield=True):
@@ -97,14 +98,16 @@ class Frost:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Stop everything in the container for the block, but for one that was stopped before."""
+        """Stop everything in the container for the block. A container that was stopped before stays
+        stopped.
+        """
         was_frozen = self.freeze.on
         for _ in range(PAUSES - 1):
             try:
                 await self.freeze.freeze()
                 break
             except RuntimeFault:
-                await trio.sleep(PAUSE_AGAIN_S)
+                await trio.sleep(PAUSE_RETRY_S)
         else:
             await self.freeze.freeze()
         try:
@@ -112,22 +115,22 @@ class Frost:
         finally:
             with trio.CancelScope(shield=True):
                 if not was_frozen:
-                    # whatever a dump that failed left of it
+                    # A failed dump may have left the container frozen in any way.
                     await self.freeze.thaw_certainly()
 
     def _check(self, limit: int) -> None:
-        """Refuse what would be too large, and what a copy would not have."""
+        """Refuse a container that is too large, or that a copy could not equal."""
         if found := next(connections(self.inside.pid), None):
             raise RuntimeFault(
                 f"processes are connected to each other by TCP ({found}), and no copy would be"
             )
-        if found := next(filter(None, map(_halted, self.inside.members())), None):
+        if found := next(filter(None, map(_halted_reason, self.inside.members())), None):
             raise RuntimeFault(f"{found}, and CRIU would wait for it")
-        size = self.group.memory_held() or sum(map(_resident, [self.inside.pid, *self.inside.members()]))
+        size = self.group.memory_bytes() or sum(map(_resident, [self.inside.pid, *self.inside.members()]))
         if size > limit:
             raise _too_large(limit)
 
-    def _processes(self) -> tuple[FrozenProcess, ...]:
+    def _frozen_processes(self) -> tuple[FrozenProcess, ...]:
         found = ((pid, number_of(pid)) for pid in self.inside.members())
         return tuple(
             FrozenProcess(number=number, comm=_state(pid)[0])
@@ -138,7 +141,7 @@ class Frost:
 
 @contextmanager
 def _tmp_unchanged(root: int) -> Iterator[None]:
-    """Give /tmp the time back that it had before the block, in which CRIU makes a folder there."""
+    """Restore the modification time of /tmp after the block, because CRIU makes a folder there."""
     tmp = "tmp"
     try:
         before = os.stat(tmp, dir_fd=root, follow_symlinks=False)
@@ -153,33 +156,33 @@ def _tmp_unchanged(root: int) -> Iterator[None]:
             os.utime(tmp, ns=times, dir_fd=root, follow_symlinks=False)
 
 
-def _frozen_mount(mount: Mount) -> FrozenMount:
+def _frozen_mount(mount: ContainerMount) -> FrozenMount:
     return FrozenMount(place=mount.place, flags=mount.flags)
 
 
 def seal_of(image: FrozenImage) -> SealState | None:
-    """The seal that the processes of an image are under."""
+    """The seal that applies to the processes of an image; None if there is none."""
     if not image.closed and not image.opened:
         return None
-    closed = tuple(Mount(place=each.place, flags=each.flags, writable=True) for each in image.closed)
+    closed = tuple(ContainerMount(place=each.place, flags=each.flags, writable=True) for each in image.closed)
     return SealState(closed=closed, opened=image.opened)
 
 
 def connections(pid: int) -> Iterator[str]:
-    """Connections between processes of a container, as `PORT to PORT`: not those of its model endpoint and
-    its way out, whose other ends are the node's.
+    """Yield the TCP connections between processes of a container, as `PORT to PORT`. Connections to the model
+    endpoint and to the egress proxy do not count, because their other ends belong to the node.
     """
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 words = line.split()
                 here, there = (int(each.rpartition(":")[2], 16) for each in words[1:3])
-                if words[3] == ESTABLISHED and not {here, there} & {ENDPOINT_PORT, EGRESS_PORT}:
+                if words[3] == ESTABLISHED_STATE and not {here, there} & {ENDPOINT_PORT, EGRESS_PORT}:
                     yield f"port {here} to {there}"
 
 
 def _resident(pid: int) -> int:
-    """Bytes of memory that only this process has or that are no file's: what is written of it."""
+    """Bytes of anonymous memory of a process, which are what a dump writes of it."""
     with suppress(OSError, ValueError):
         found = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
         line = next((each for each in found if each.startswith("RssAnon:")), "RssAnon: 0 kB")
@@ -187,9 +190,9 @@ def _resident(pid: int) -> int:
     return 0
 
 
-def _halted(pid: int) -> str | None:
-    """That a process is stopped by a signal or traced, in words; None where it is neither. In a frozen group
-    of cgroups v1 nothing can attach to such a one, and CRIU attaches to all.
+def _halted_reason(pid: int) -> str | None:
+    """The words for a process that is stopped by a signal or traced; None if it is neither. In a frozen group
+    of cgroups v1 nothing can attach to such a process, and CRIU attaches to all.
     """
     comm, state = _state(pid)
     with suppress(OSError):
@@ -220,16 +223,16 @@ def _too_large(limit: int) -> Refused:
 
 def _make_folders(folder: Path) -> None:
     folder.mkdir(mode=0o700)
-    (folder / IMAGES).mkdir()
-    (folder / IMAGES).chmod(0o755)
+    (folder / IMAGES_FOLDER).mkdir()
+    (folder / IMAGES_FOLDER).chmod(0o755)
 
 
 def _finish(folder: Path, config: Path) -> int:
     """Make the images readable for the user that the copy's root is, and add the container's configuration.
     Returns the bytes of all.
     """
-    for file in (folder / IMAGES).iterdir():
-        file.chmod(0o644)  # below a folder that only root may enter
+    for file in (folder / IMAGES_FOLDER).iterdir():
+        file.chmod(0o644)  # only root may enter the folder above
     for log in ("dump.log", "stats-dump"):
         (folder / log).unlink(missing_ok=True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -239,8 +242,8 @@ def _finish(folder: Path, config: Path) -> int:
 
 
 async def remove_image(folder: Path) -> None:
-    """Remove a folder of an image, if there is one: first what makes it one. A thread that removes is waited
-    for.
+    """Remove the folder of an image, if there is one, beginning with the file that makes it an image. The
+    removal runs in a thread and is waited for, also when its caller is cancelled.
     """
     await trio.to_thread.run_sync(remove_folder, folder)
 
@@ -251,9 +254,13 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _tar(*argv: str | Path) -> None:
+async def _run_tar(*argv: str | Path) -> None:
     done = await trio.run_process(
-        [*TAR, *argv], capture_stdout=True, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False
+        [*TAR_COMMAND, *argv],
+        capture_stdout=True,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     if done.returncode:
         raise OSError(done.stdout.decode(errors="replace").strip()[-200:])
@@ -263,7 +270,7 @@ async def _tar(*argv: str | Path) -> None:
 
 
 def check_machine(image: FrozenImage) -> None:
-    """Raise ForkError where an image was written on another kernel: its processes expect that one."""
+    """Raise ForkError if an image was written on another kernel, because its processes expect that kernel."""
     if image.machine != platform.release():
         raise ForkError(
             f"it was frozen on Linux {image.machine}, and this is {platform.release()}: fork it by resume or"
@@ -274,40 +281,42 @@ def check_machine(image: FrozenImage) -> None:
 async def restore_into(
     placed: PlacedContainer, name: str, client: ContainerClient, criu: Criu, image: FrozenImage, folder: Path
 ) -> None:
-    """Make a container that was created, and never started, a copy of a frozen one, with its processes
+    """Turn a container that was created, and never started, into a copy of a frozen one, with its processes
     stopped. Raises RuntimeFault with CRIU's first error.
     """
     with boundary(RuntimeFault, "a frozen container cannot be restored"):
-        await _tar("-xpf", folder / LAYER, "-C", placed.layer)
-        await trio.to_thread.run_sync(_configure, placed, name, image, folder)
+        await _run_tar("-xpf", folder / LAYER, "-C", placed.layer)
+        await trio.to_thread.run_sync(_write_copy_config, placed, name, image, folder)
         criu.configure_restore(name)
         try:
             await client.restore(name)
         except RuntimeFault as fault:
-            why = error_in(placed.bundle / "restore.log")
+            why = logged_error(placed.bundle / "restore.log")
             raise RuntimeFault(f"criu cannot restore it: {why or fault}") from fault
         await trio.to_thread.run_sync(_forget_host, placed, name)
 
 
-def _configure(placed: PlacedContainer, name: str, image: FrozenImage, folder: Path) -> None:
-    """The original's configuration with the copy's names and places, where Podman looks for it."""
+def _write_copy_config(placed: PlacedContainer, name: str, image: FrozenImage, folder: Path) -> None:
+    """Write the original's configuration, with the copy's names and paths, to where Podman looks for it."""
     text = (folder / CONFIG).read_text()
     for old, new in ((image.container, placed.id), (image.root, placed.root), (image.name, name)):
         text = text.replace(old, new)
     (placed.bundle / "config.json").write_text(text)
-    (placed.bundle / "checkpoint").symlink_to(folder / IMAGES)
+    (placed.bundle / "checkpoint").symlink_to(folder / IMAGES_FOLDER)
 
 
 def _forget_host(placed: PlacedContainer, name: str) -> None:
-    """Take the container's name out of its /etc/hosts, on this machine: inside it is read-only."""
+    """Remove the container's name from its /etc/hosts, in the file on this machine: inside it is
+    read-only.
+    """
     mounts = json.loads((placed.bundle / "config.json").read_text())["mounts"]
     hosts = next((Path(each["source"]) for each in mounts if each["destination"] == "/etc/hosts"), None)
     if hosts is not None:
         hosts.write_text(re.sub(rf"[ \t]+{re.escape(name)}(?=\s|$)", "", hosts.read_text()))
 
 
-def check_processes(inside: Inside, image: FrozenImage) -> None:
-    """Raise ForkError with the first process of an image that its copy has not, or the other way round."""
+def check_processes(inside: ContainerHandle, image: FrozenImage) -> None:
+    """Raise ForkError for the first process that only the image or only its copy has."""
     found = {(number_of(pid), _state(pid)[0]) for pid in inside.members()}
     expected = {(each.number, each.comm) for each in image.processes}
     if found != expected:
@@ -316,9 +325,9 @@ def check_processes(inside: Inside, image: FrozenImage) -> None:
         raise ForkError(f"process {number} ({comm}) {which} the copy of the frozen session")
 
 
-def thaw(inside: Inside, image: FrozenImage) -> None:
-    """Let the processes of a copy run, but for those that had been stopped before. Children first: none then
-    sees one of its own stopped.
+def thaw(inside: ContainerHandle, image: FrozenImage) -> None:
+    """Let the processes of a copy run, except for those that were stopped in the original. Children are
+    continued first, so that no process sees a stopped child.
     """
     stopped = {each.number for each in image.processes if each.stopped}
     members = [(number_of(pid), pid) for pid in inside.members()]

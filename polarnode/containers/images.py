@@ -1,8 +1,8 @@
-"""Build the images that are missing or outdated, once, however many nodes and sessions ask.
+"""Build images that are missing or outdated, once, however many nodes and sessions ask for them.
 
-Built with the podman command line, because podman-py cannot mount the machine's own certificates into a
-build. Invariant: a build may reach the network, a container never; nothing of this machine but its
-certificates enters an image, and those only for a step.
+Images are built with the podman command line, because podman-py cannot mount the machine's own certificates
+into a build. Invariant: a build may reach the network, a container never; nothing of this machine but its
+certificates enters an image, and these only during a step.
 
 Images of tasks are built from a task's environment folder. Such a folder is untrusted code, and building it
 runs that code with this machine's network. Images are built only at an operator's command (`polarnode run`,
@@ -24,39 +24,40 @@ from polarnode.containers.probe import Store
 from polarnode.containers.recipes import (
     CONTAINERFILE,
     ON,
+    ImageRecipes,
+    PodmanTools,
     Recipe,
-    Recipes,
     RuntimesSettings,
     Stage,
-    Tools,
     base_image,
     default_runtimes_dir,
     read_recipes,
 )
 from polarnode.containers.service import configure_store
 from polarnode.core.errors import Refused, RuntimeFault
-from polarnode.sources.values import Build
+from polarnode.sources.values import ImageBuild
 from polarnode.support.bounded import remember
 
 # ── images ────────────────────────────────────────────────────────────────────
 
-CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+CERTIFICATES_PATH = Path("/etc/ssl/certs/ca-certificates.crt")
 RECIPE_LABEL = "polarnode.recipe"
-# label with the id of the image under a stage: a task's image may change under its name
+# This label has the id of the image under a stage, because a task's image may change under its name.
 BELOW_LABEL = "polarnode.below"
-# age at which images that no other needs are removed: builders, which speed up the next recipe, and replaced
-# images
+# Images that no other image needs are removed at this age: builders, which speed up the next recipe, and
+# replaced images.
 LAYERS_KEPT = "24h"
-# The host's network spares a bridge and its firewall rules; with this isolation all of a build is in our
-# process group, and ends with it.
-CONFINED = ("--network", "host", "--force-rm", "--isolation", "chroot")
-LOCK_POLL = 0.5  # seconds between looks at another node's build; a build takes minutes
-# image checks at once: 500 sessions that each started their own took half a minute of both cores
-CHECKS_AT_ONCE = 4
-# seconds for which an answer about a task's image is good: one that is there is not looked for at every task
-# of a dataset, and one that was just pulled is not refused for long
-FOUND_S, MISSED_S = 60.0, 1.0
-KEPT_ANSWERS = 4096  # names of images of tasks: more than the datasets of one run have
+# The host's network makes a bridge and its firewall rules unnecessary. With this isolation all processes of a
+# build are in our process group, and end with it.
+CONFINEMENT_FLAGS = ("--network", "host", "--force-rm", "--isolation", "chroot")
+LOCK_POLL_S = 0.5  # seconds between checks of another node's build; a build takes minutes
+# The most concurrent checks of images. 500 sessions that each started their own took half a minute of both
+# cores.
+MAX_CHECKS = 4
+# An answer about a task's image is valid for these seconds. An image that exists is not looked for at every
+# task of a dataset, and an image that was just pulled is not refused for long.
+FOUND_VALID_S, MISSED_S = 60.0, 1.0
+MAX_ANSWERS = 4096  # remembered names of tasks' images: more than the datasets of one run have
 
 
 @define(eq=False, kw_only=True)
@@ -69,20 +70,20 @@ class Images:
     log: Path
     report: Callable[[str], None]
     _available: set[str] = field(factory=set, init=False)
-    _step: tuple[str, float] | None = field(default=None, init=False)  # what is built now, and since when
+    _step: tuple[str, float] | None = field(default=None, init=False)  # the current build step and its start
     _builder: "Builder | None" = field(default=None, init=False)
     _opening: trio.Lock = field(factory=trio.Lock, init=False)
     _one_at_a_time: trio.Lock = field(factory=trio.Lock, init=False)
-    # by name: hundreds of sessions need one image at once, and one check is enough
+    # By name of the image: hundreds of sessions need one image at once, and one check is enough.
     _locks: dict[str, trio.Lock] = field(factory=dict, init=False)
-    _checks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(CHECKS_AT_ONCE), init=False)
-    # the sentence for what is missing, None for what is there; and until when it counts
+    _checks: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(MAX_CHECKS), init=False)
+    # The sentence about a missing image, None for one that exists, and until when that is valid.
     _answers: dict[str, tuple[str | None, float]] = field(factory=dict, init=False)
     _asking: "WeakValueDictionary[str, trio.Lock]" = field(factory=WeakValueDictionary, init=False)
 
     @property
     def step(self) -> str | None:
-        """What is built now, and its seconds so far: `building mini_swe_agent, 60 s`."""
+        """The current build step with its seconds so far, as in `building mini_swe_agent, 60 s`."""
         if self._step is None:
             return None
         text, began = self._step
@@ -107,8 +108,8 @@ class Images:
             builder = await self._opened()
             async with self._checks:
                 why = await builder.refusal(name)
-            until = trio.current_time() + (FOUND_S if why is None else MISSED_S)
-            remember(self._answers, name, (why, until), most=KEPT_ANSWERS)
+            until = trio.current_time() + (FOUND_VALID_S if why is None else MISSED_S)
+            remember(self._answers, name, (why, until), most=MAX_ANSWERS)
             return why
 
     async def ensure(self, name: str) -> None:
@@ -125,7 +126,8 @@ class Images:
 
     async def _ensure_locked(self, name: str) -> None:
         builder = await self._opened()
-        # checked beside builds: a session whose image exists does not wait for another's build
+        # The check runs beside builds, so that a session whose image exists does not wait for another's
+        # build.
         async with self._checks:
             stands = await builder.stands(name)
         if not stands:
@@ -155,16 +157,16 @@ async def ensure_images(
 class Builder:
     """A configured store, and the recipes to build in it."""
 
-    recipes: Recipes
+    recipes: ImageRecipes
     store: Store
-    tools: Tools
+    tools: PodmanTools
     base: str | None
     report: Callable[[str], None]
 
     async def stands(self, name: str) -> bool:
         """Whether nothing needs to be built for a name."""
         if ON in name:
-            return await self._stand(self.recipes.stages(name))
+            return await self._stages_current(self.recipes.stages(name))
         ordered = self.recipes.with_bases([name])
         return not await self._missing(ordered) if ordered else await self.exists(name)
 
@@ -176,17 +178,17 @@ class Builder:
         if not ordered:
             await self._check_foreign(name)
         elif await self._missing(ordered):
-            async with self.building():
-                # checked again: another node may have built them while we waited
+            async with self.hold_build_lock():
+                # They are checked again, because another node may have built them while this one waited.
                 for recipe in await self._missing(ordered):
                     await self._build(recipe)
 
     @asynccontextmanager
-    async def building(self) -> AsyncIterator[None]:
-        """Hold the store's build lock for the block; old layers that no image needs are removed at
-        the end.
+    async def hold_build_lock(self) -> AsyncIterator[None]:
+        """Hold the store's build lock for the block. At its end, old layers that no image needs are
+        removed.
         """
-        async with _one_builder(self.store, self.report):
+        async with _build_lock(self.store, self.report):
             await self._remove_unfinished()
             yield
             try:
@@ -194,27 +196,27 @@ class Builder:
                     "removing old layers", "image", "prune", "--force", "--filter", f"until={LAYERS_KEPT}"
                 )
             except RuntimeFault as fault:
-                # other processes remove images too; the built images exist, and the next build removes the
-                # rest
+                # Other processes remove images too. The built images exist, and the next build removes the
+                # rest.
                 self.report(f"old layers stay for now: {fault}")
 
     async def _build_on_top(self, name: str) -> None:
         below, stages = name.partition(ON)[2], self.recipes.stages(name)
         await self.build_missing(below)
-        if await self._stand(stages):
+        if await self._stages_current(stages):
             return
-        async with self.building():
+        async with self.hold_build_lock():
             for stage in stages:
-                if not await self._stands(stage):
+                if not await self._stage_current(stage):
                     await self._build_stage(stage, below)
 
-    async def _stand(self, stages: Sequence[Stage]) -> bool:
+    async def _stages_current(self, stages: Sequence[Stage]) -> bool:
         for stage in stages:
-            if not await self._stands(stage):
+            if not await self._stage_current(stage):
                 return False
         return True
 
-    async def _stands(self, stage: Stage) -> bool:
+    async def _stage_current(self, stage: Stage) -> bool:
         return await self._is_labelled(
             stage.image, {RECIPE_LABEL: stage.recipe.digest, BELOW_LABEL: await self._id(stage.below)}
         )
@@ -240,7 +242,7 @@ class Builder:
         )
 
     async def exists(self, image: str) -> bool:
-        return await self.tools.succeeds("image", "exists", image)
+        return await self.tools.command_succeeds("image", "exists", image)
 
     async def _missing(self, ordered: Sequence[Recipe]) -> list[Recipe]:
         return [
@@ -250,8 +252,8 @@ class Builder:
         ]
 
     async def _is_labelled(self, image: str, labels: Mapping[str, str]) -> bool:
-        """Whether the image has these labels. Inspects the one image: a listing of all fails whenever another
-        process removes any of them meanwhile.
+        """Whether the image has these labels. Only this image is inspected, because a listing of all images
+        fails whenever another process removes one of them meanwhile.
         """
         if not await self.exists(image):
             return False
@@ -278,21 +280,23 @@ class Builder:
         self.report(f"built runtime {recipe.name} in {trio.current_time() - started:.0f} s")
 
     async def _remove_unfinished(self) -> None:
-        """Remove what killed builds left in the store. We hold the lock, so none of it belongs to a running
-        one.
+        """Remove what killed builds left in the store. The build lock is held, so none of it belongs to a
+        running build.
         """
         listed = json.loads(await self.tools.output("ps", "--all", "--external", "--format", "json") or "[]")
         for container in listed:
-            if container["State"] == "storage" and not await self.tools.succeeds(
+            if container["State"] == "storage" and not await self.tools.command_succeeds(
                 "rm", "--force", container["Id"]
             ):
                 self.report(f"container {container['Id'][:12]}, left by a build, could not be removed")
 
     async def refusal(self, name: str) -> str | None:
         """Why no container can have the image of that name: it is neither a recipe nor an image of this
-        store. None where it can, and where Podman does not say.
+        store. None if one can, and if Podman gives no answer.
         """
-        if self.recipes.find(name) is not None or not await self.tools.denies("image", "exists", name):
+        if self.recipes.find(name) is not None or not await self.tools.command_denies(
+            "image", "exists", name
+        ):
             return None
         recipes = ", ".join(sorted(self.recipes.by_name))
         if name.startswith("localhost/"):  # Podman's own word for images no registry gave
@@ -309,7 +313,7 @@ class Builder:
 async def open_builder(settings: RuntimesSettings, log: Path, report: Callable[[str], None]) -> Builder:
     ready = await configure_store(settings.state_dir, settings.limits)
     recipes = read_recipes(settings.runtimes_dir or default_runtimes_dir(), base=settings.base_image)
-    tools = Tools(podman=ready.podman, store=ready.store, log=log)
+    tools = PodmanTools(podman=ready.podman, store=ready.store, log=log)
     return Builder(recipes=recipes, store=ready.store, tools=tools, base=settings.base_image, report=report)
 
 
@@ -324,17 +328,17 @@ def _build_flags(recipe: Recipe, below: str, *, tag: str) -> list[str]:
         "--label",
         f"{RECIPE_LABEL}={recipe.digest}",
     ]
-    flags += [*CONFINED, "--pull=never"]
-    # a base has no certificates yet, and installs its own at this very path
-    if recipe.config.base is not None and CERTIFICATES.exists():
-        flags += ["--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro"]
+    flags += [*CONFINEMENT_FLAGS, "--pull=never"]
+    # A base has no certificates yet, and installs its own at this very path.
+    if recipe.config.base is not None and CERTIFICATES_PATH.exists():
+        flags += ["--volume", f"{CERTIFICATES_PATH}:{CERTIFICATES_PATH}:ro"]
     return flags
 
 
 @asynccontextmanager
-async def _one_builder(store: Store, report: Callable[[str], None]) -> AsyncIterator[None]:
-    """Hold the store's build lock: two nodes on one store build one after the other. It is released when its
-    holder dies.
+async def _build_lock(store: Store, report: Callable[[str], None]) -> AsyncIterator[None]:
+    """Hold the store's build lock, so that two nodes on one store build one after the other. It is released
+    when its holder dies.
     """
     held = os.open(store.state_dir / "build.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -343,7 +347,7 @@ async def _one_builder(store: Store, report: Callable[[str], None]) -> AsyncIter
             if not reported:
                 report("waiting for another node that builds images")
                 reported = True
-            await trio.sleep(LOCK_POLL)
+            await trio.sleep(LOCK_POLL_S)
         yield
     finally:
         os.close(held)
@@ -362,14 +366,14 @@ def _locked(held: int) -> bool:
 
 async def build_task_images(
     settings: RuntimesSettings,
-    builds: Iterable[Build],
+    builds: Iterable[ImageBuild],
     *,
     log: Path,
     report: Callable[[str], None],
     again: bool = False,
 ) -> None:
-    """Build the images of these folders; one that exists, by the digest of its folder, is not built again
-    unless `again`.
+    """Build the images of these folders. An image that exists, by the digest of its folder, is not built
+    again unless `again` is set.
 
     Raises RuntimeFault with the end of the build's log, and Refused for the name of a recipe.
     """
@@ -383,7 +387,7 @@ async def build_task_images(
                 f"{build.image} is one of polarnode's own images: choose another name, as in mine/agent"
             )
     for build in [each for each in by_image.values() if again or not await builder.exists(each.image)]:
-        async with builder.building():
+        async with builder.hold_build_lock():
             if again or not await builder.exists(build.image):
                 report(f"building {build.image} from {build.folder}")
                 with trio.move_on_after(build.limit_s) as clock:
@@ -394,12 +398,12 @@ async def build_task_images(
                     )
 
 
-async def _build(builder: Builder, build: Build) -> None:
-    """Build; where that fails, try once more with this machine's certificates, which a machine behind a proxy
-    of its own needs.
+async def _build(builder: Builder, build: ImageBuild) -> None:
+    """Build an image. If that fails, try once more with this machine's certificates, which a machine behind a
+    proxy of its own needs.
 
-    The first try is without them: mounted, they lie where a build that installs a distribution's own
-    certificates has to write, and fail it.
+    The first try is without the certificates. If they are mounted, they are where a build that installs a
+    distribution's own certificates has to write, and such a build fails.
     """
     what, flags = (
         f"building {build.folder}",
@@ -408,19 +412,24 @@ async def _build(builder: Builder, build: Build) -> None:
             str(build.folder / build.containerfile),
             "--tag",
             build.image,
-            *CONFINED,
+            *CONFINEMENT_FLAGS,
             "--pull=missing",
         ),
     )
     try:
         await builder.tools.run_podman(what, "build", *flags, str(build.folder))
     except RuntimeFault as first:
-        if not CERTIFICATES.exists():  # noqa: ASYNC240 - one stat
+        if not CERTIFICATES_PATH.exists():  # noqa: ASYNC240 - one stat
             raise
         builder.report(f"{build.folder} did not build; once more with this machine's certificates")
         try:
             await builder.tools.run_podman(
-                what, "build", *flags, "--volume", f"{CERTIFICATES}:{CERTIFICATES}:ro", str(build.folder)
+                what,
+                "build",
+                *flags,
+                "--volume",
+                f"{CERTIFICATES_PATH}:{CERTIFICATES_PATH}:ro",
+                str(build.folder),
             )
         except RuntimeFault:
             raise first from None

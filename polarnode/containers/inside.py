@@ -1,9 +1,9 @@
 """A running container seen from the machine: its first process, namespaces, root and control group.
 
-`Inside` is opened between init and start and kept open, so that a process id reused meanwhile cannot mislead
-us. All processes are ended from outside, by one signal to the whole namespace: it needs no program in the
-image, no free process id in it, and no capability of the container's. Invariant: never act on a bare process
-id without checking which namespace it is in.
+`ContainerHandle` is opened between init and start and kept open, so that a reused process id cannot mislead
+the node. All processes are ended from outside, by one signal to the whole namespace. That needs no program
+in the image, no free process id in the container, and no capability of the container. Invariant: never act
+on a bare process id without checking which namespace it is in.
 
 Both versions of cgroups are supported: the memory controller is in a tree of its own (v1, hybrid) or in the
 one tree (v2). Work in a container's namespace runs in a thread of its own that ends with it: setns changes a
@@ -32,17 +32,16 @@ from polarnode.core.errors import PolarnodeError, RuntimeFault, boundary
 
 # ── the first process ─────────────────────────────────────────────────────────
 
-KILL_ALL = "kill -KILL -1"  # to all but the namespace's first process and the sender
-# seconds for the kernel to be done with killed processes; one in uninterruptible I/O takes as long as its
-# disk
+KILL_ALL_SCRIPT = "kill -KILL -1"  # to all processes but the namespace's first and the sender
+# Seconds that the kernel may take for killed processes. One in uninterruptible I/O takes as long as its disk.
 KILL_S = 20.0
-PF_EXITING = 0x4  # of the flags in /proc/PID/stat (linux/sched.h)
-NO_PREY = -1000  # of oom_score_adj: never
-POLL = 0.02  # seconds between looks, only while a container is being cleared
+PF_EXITING = 0x4  # one of the flags in /proc/PID/stat (linux/sched.h)
+NEVER_OOM_SCORE = -1000  # the oom_score_adj of a process that is never ended for its memory
+POLL = 0.02  # seconds between checks while a container is being cleared
 
 
 @define(eq=False)
-class Inside:
+class ContainerHandle:
     """The open descriptors of a container's first process. All are closed by `close`."""
 
     pid: int
@@ -54,38 +53,38 @@ class Inside:
     _closed: bool = field(default=False, init=False)
 
     def alive(self) -> bool:
-        """Whether the first process still runs. One that is exiting does not: the kernel ends all the others
-        before it is done with the first.
+        """Whether the first process still runs. A process that is exiting does not count, because the kernel
+        ends all the others before it is done with the first.
         """
-        # not select: it takes no descriptor over 1023, and a node with many sessions has those
+        # This is not `select`, which takes no descriptor over 1023: a node with many sessions has such ones.
         ended = select.poll()
         ended.register(self.pidfd, select.POLLIN)
-        return not ended.poll(0) and not _exiting(self.pid)
+        return not ended.poll(0) and not _is_exiting(self.pid)
 
     def spare(self) -> None:
-        """Make the first process none of those that the kernel ends for their memory. Without root it may not
-        be asked for, and then the container may end.
+        """Exempt the first process from those that the kernel ends for their memory. Without root that is not
+        permitted, and then the kernel may end the container.
         """
         with suppress(OSError):
-            Path(f"/proc/{self.pid}/oom_score_adj").write_text(f"{NO_PREY}\n")
+            Path(f"/proc/{self.pid}/oom_score_adj").write_text(f"{NEVER_OOM_SCORE}\n")
 
     def members(self) -> list[int]:
-        """Process ids (of the machine) in the container, without the first and without zombies; none once it
-        is closed.
+        """The process ids, on this machine, of the container's processes, without the first one and without
+        zombies; none once this is closed.
         """
         return [] if self._closed else _members(self.namespace, self.pid)
 
     def processes(self) -> "frozenset[Process]":
-        """The same, as processes that are told from later ones of the same id."""
+        """The same processes as values that differ from later processes with the same id."""
         found = map(_process, self.members())
         return frozenset(each for each in found if each is not None)
 
     def holds(self, pid: int) -> bool:
         """Whether a process of this machine runs in the container."""
-        return _namespace(pid) == os.fstat(self.namespace).st_ino and not _zombie(pid)
+        return _namespace(pid) == os.fstat(self.namespace).st_ino and not _is_zombie(pid)
 
     def signal_group(self, leader: int, order: signal.Signals) -> None:
-        """Signal the process group that an exec's program leads; one that is gone, or no longer in this
+        """Signal the process group that an exec's program leads. A leader that is gone, or no longer in this
         container, is skipped.
         """
         if _namespace(leader) != os.fstat(self.namespace).st_ino:
@@ -102,7 +101,8 @@ class Inside:
         """
         if self._closed:
             return
-        # until we are done: meanwhile it may be closed, and its number be another container's
+        # The descriptor is duplicated, because this may be closed meanwhile, and the number reused for
+        # another container.
         namespace = os.dup(self.namespace)
         try:
             await _kill_all(namespace, self.pid)
@@ -118,8 +118,8 @@ class Inside:
 
 @frozen(kw_only=True)
 class Process:
-    """A process: its id on this machine, when it was started in ticks since the boot, its name, and the
-    program that it was started as. The last two are its own to change, and do not tell it from others.
+    """A process: its id on this machine, its start time in ticks since the boot, its name, and the program
+    that it was started as. A process can change the last two, so they do not distinguish processes.
     """
 
     pid: int
@@ -128,7 +128,7 @@ class Process:
     program: str = field(eq=False)
 
 
-NAME_CHARS = 100  # of a program's name: a path, without what an agent may write into it
+NAME_CHARS = 100  # the most characters of a program's name: enough for a path
 
 
 def _process(pid: int) -> Process | None:
@@ -148,11 +148,11 @@ def _process(pid: int) -> Process | None:
 
 
 def printable(name: str) -> str:
-    """A name as a sentence or a log may have it."""
+    """A name as it may appear in a sentence or a log."""
     return "".join(each if each.isprintable() else "?" for each in name[:NAME_CHARS])
 
 
-def look_inside(pid: int) -> Inside:
+def open_handle(pid: int) -> ContainerHandle:
     """Open a container's first process by the id Podman just reported. Raises RuntimeFault when it is already
     gone.
     """
@@ -167,7 +167,7 @@ def look_inside(pid: int) -> Inside:
         for descriptor in opened:
             os.close(descriptor)
         raise RuntimeFault(f"a container's first process cannot be looked at: {error}") from error
-    return Inside(pid, *opened)
+    return ContainerHandle(pid, *opened)
 
 
 async def _kill_all(namespace: int, first: int) -> None:
@@ -182,7 +182,7 @@ async def _kill_all(namespace: int, first: int) -> None:
 
 
 async def _kill_once(namespace: int) -> None:
-    argv = ["nsenter", f"--pid=/proc/self/fd/{namespace}", "--", "sh", "-c", KILL_ALL]
+    argv = ["nsenter", f"--pid=/proc/self/fd/{namespace}", "--", "sh", "-c", KILL_ALL_SCRIPT]
     with boundary(RuntimeFault, "a container's processes could not be ended"):
         await trio.run_process(
             argv,
@@ -199,7 +199,7 @@ def _members(namespace: int, first: int) -> list[int]:
     return [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if pid != first and _namespace(pid) == mine and not _zombie(pid)
+        if pid != first and _namespace(pid) == mine and not _is_zombie(pid)
     ]
 
 
@@ -210,7 +210,7 @@ def _namespace(pid: int) -> int | None:
         return None  # it ended while we looked
 
 
-def _exiting(pid: int) -> bool:
+def _is_exiting(pid: int) -> bool:
     try:
         flags = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[6])
     except OSError:
@@ -218,8 +218,8 @@ def _exiting(pid: int) -> bool:
     return bool(flags & PF_EXITING)
 
 
-def _zombie(pid: int) -> bool:
-    """Whether a process has ended. One of which the main thread alone has looks like one that has."""
+def _is_zombie(pid: int) -> bool:
+    """Whether a process has ended. One whose main thread alone has ended looks similar, but is no zombie."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -229,24 +229,25 @@ def _zombie(pid: int) -> bool:
 
 # ── what a user namespace may take ────────────────────────────────────────────
 
-# Counted by the kernel for the creator of the namespace, root, over all containers and this machine's own
-# programs: without a bound one session takes all of it. Files of /proc/sys/user, by namespace.
+# The kernel counts these for the creator of the namespace, root, over all containers and this machine's own
+# programs, so without a limit one session could take all of them. The keys are files of /proc/sys/user, which
+# differ by namespace.
 USER_LIMITS = {
     "max_inotify_instances": 16,  # a harness has about two, an editor with language servers ten
-    # one for each folder of a large tree; 64 sessions make 2^20, the kernel's default on large machines
+    # One for each folder of a large tree. 64 sessions make 2^20, the kernel's default on large machines.
     "max_inotify_watches": 16384,
-    # as under Docker's profile: in a user namespace of its own a program reaches far more of the kernel
+    # None, as under Docker's profile: in its own user namespace a program reaches far more of the kernel.
     "max_user_namespaces": 0,
     "max_fanotify_groups": 0,  # for programs without rights since Linux 5.13; harnesses do not use it
 }
 LIMITING_S = 20.0  # seconds to write them: 5 ms quiet
 
 
-async def limit_user_namespace(inside: Inside) -> None:
+async def limit_user_namespace(inside: ContainerHandle) -> None:
     """Write USER_LIMITS in the user namespace of a container, before anything runs in it. Raises RuntimeFault
-    where it has none of its own, or where one cannot be written.
+    if it has no user namespace of its own, or if a limit cannot be written.
 
-    By a process of its own, because one with threads cannot enter a user namespace.
+    A process of its own writes them, because a process with threads cannot enter a user namespace.
     """
     with boundary(RuntimeFault, "a container's user namespace could not be bounded"):
         namespace = os.open(f"/proc/{inside.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -260,7 +261,7 @@ async def limit_user_namespace(inside: Inside) -> None:
 
 
 async def _write_limits(namespace: int) -> None:
-    # a file that a kernel lacks names what it lacks too
+    # A kernel that lacks a file also lacks the feature that the file limits.
     writes = [f"if [ -e {name} ]; then echo {most} > {name}; fi" for name, most in USER_LIMITS.items()]
     script = "\n".join(("set -e", "cd /proc/sys/user", *writes))
     done = await trio.run_process(
@@ -285,7 +286,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def in_own_thread(work: Callable[[], Answer]) -> Answer:
-    """Run something in a thread that ends with it. OSErrors and our own errors are raised unchanged."""
+    """Run something in a thread of its own, which ends afterwards. OSErrors and our own errors are raised
+    unchanged.
+    """
     done: list[Answer] = []
     failed: list[OSError | PolarnodeError] = []
 
@@ -311,7 +314,7 @@ def enter(namespace: int, kind: int) -> None:
 
 
 def checked(result: int, what: str) -> None:
-    """Raise OSError where a call of the C library's failed."""
+    """Raise OSError if a call of the C library failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), what)
@@ -322,9 +325,11 @@ def checked(result: int, what: str) -> None:
 ENDPOINT_HOST = "127.0.0.1"
 ENDPOINT_PORT = 8080  # any would do: nothing else listens in there
 EGRESS_PORT = 3128  # any other would do: this one is commonly a proxy's
-# waiting connections; a harness opens one, its sub-agents a few each, and a fork bomb of clients is refused
-BACKLOG = 128
-# a client inside that reads nothing for so long is cut: Hypercorn shields its sends without a deadline
+# The most waiting connections. A harness opens one, its sub-agents a few each; a fork bomb of clients is
+# refused.
+ACCEPT_BACKLOG = 128
+# A client inside that reads nothing for this long is cut off, because Hypercorn shields its sends without a
+# deadline.
 UNREAD_MS = 30_000
 
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
@@ -337,16 +342,16 @@ async def open_model_endpoint(pid: int) -> socket.socket:
     Raises RuntimeFault when the namespace cannot be entered.
     """
     return await trio.to_thread.run_sync(
-        _made_in, partial(os.open, f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC), ENDPOINT_PORT
+        _listen_in, partial(os.open, f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC), ENDPOINT_PORT
     )
 
 
 async def open_listener(network: int, port: int) -> socket.socket:
     """Listen at `port` in a network namespace that is open as a descriptor, which the caller keeps."""
-    return await trio.to_thread.run_sync(_made_in, partial(os.dup, network), port)
+    return await trio.to_thread.run_sync(_listen_in, partial(os.dup, network), port)
 
 
-def _made_in(open_namespace: Callable[[], int], port: int) -> socket.socket:
+def _listen_in(open_namespace: Callable[[], int], port: int) -> socket.socket:
     try:
         return in_own_thread(lambda: _entered(open_namespace(), port))
     except OSError as error:
@@ -360,10 +365,10 @@ def _entered(namespace: int, port: int) -> socket.socket:
         enter(namespace, CLONE_NEWNET)
     finally:
         os.close(namespace)
-    return _listen(port)
+    return _bind_listener(port)
 
 
-def _listen(port: int) -> socket.socket:
+def _bind_listener(port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         _raise_loopback(listener)
@@ -372,7 +377,7 @@ def _listen(port: int) -> socket.socket:
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_MS
         )  # accepted sockets inherit it
         listener.bind((ENDPOINT_HOST, port))
-        listener.listen(BACKLOG)
+        listener.listen(ACCEPT_BACKLOG)
         listener.setblocking(False)
     except OSError:
         listener.close()

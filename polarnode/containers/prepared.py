@@ -1,16 +1,16 @@
 """Prepared workspaces: a task's files and steps are done once, and its other sessions start from a copy.
 
-One session prepares while the others wait; its container is copied and it keeps the original.
-Where the steps fail, the others try for themselves, side by side. Invariants: nobody is worse off than
-without this, so whatever keeps a workspace from being copied costs a line in the log and every session
-prepares its own; and two workspaces are equal only if everything a step could see is equal, the image's id
+One session prepares while the others wait. Its container is copied, and the session keeps the original. If
+the steps fail, the other sessions try for themselves, concurrently. Invariants: no session is worse off than
+without copies, so if a workspace cannot be copied, that costs a line in the log and every session prepares
+its own; and two workspaces are equal only if everything that a step could see is equal, the image's id
 included.
 
 Copies are images in the store that all nodes of the machine share. A copy is one layer on the task's image,
 made by Podman's commit. Two faults of commit are corrected in the layer before it gets its name: in a user
-namespace Podman (4.3 at least) writes the ids of this machine instead of the container's, and times lose what
-is below a second. Invariant: a layer is touched only between its commit and its name, while nobody can have
-mounted it.
+namespace Podman (4.3 at least) writes the ids of this machine instead of the container's, and times lose
+their fractions of a second. Invariant: a layer is changed only between its commit and its naming, while
+nothing can have mounted it.
 """
 
 import hashlib
@@ -38,12 +38,13 @@ from polarnode.core.errors import Refused, RuntimeFault, boundary
 from polarnode.core.task import FileSpec, PrepareStep, RuntimeSpec, VolumeSpec
 from polarnode.support.bounded import remember
 
-# files without a step that are worth a copy: a file is written in 1 ms, a copy made in 0.1-0.6 s
-MANY_FILES = 100
-SEEN = 2000  # workspaces remembered as requested before: a number each
-UNCOPIED = 500  # workspaces remembered as not to be copied
-# copies that may fail before a workspace is not tried again: once is a full disk or a service that was
-# restarted
+# Without a step, a workspace of this many files is worth a copy. A file is written in 1 ms, a copy is made in
+# 0.1-0.6 s.
+MIN_COPIED_FILES = 100
+SEEN = 2000  # remembered workspaces that were requested before, a number each
+MAX_UNCOPIED = 500  # remembered workspaces that are not to be copied
+# After this many failed copies a workspace is not tried again. One failure may be a full disk or a service
+# that was restarted.
 TRIES = 2
 
 _log = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 @frozen(kw_only=True, cache_hash=True)
 class Workspace:
-    """Everything that the result of its steps may depend on. `image` is Podman's name of it; its id is part
-    of the copy's name.
+    """Everything that the result of a workspace's steps may depend on. `image` is Podman's name of the image;
+    the image's id is part of the copy's name.
     """
 
     image: str
@@ -65,7 +66,7 @@ class Workspace:
     volumes: tuple[VolumeSpec, ...]
 
     def digest(self, image_id: str) -> str:
-        """The name of what is prepared from this on that very image."""
+        """The name of the copy of this workspace on the image with that id."""
         return hashlib.sha256(image_id.encode() + codec.dump_json(codec.plain(self))).hexdigest()[:24]
 
 
@@ -73,7 +74,7 @@ def workspace_of(spec: RuntimeSpec, image: str) -> Workspace | None:
     """The workspace that a task needs prepared; None if there is nothing to prepare or the task prepares in
     each session.
     """
-    if not spec.reuse_prepared or not (spec.prepare or len(spec.files) >= MANY_FILES):
+    if not spec.reuse_prepared or not (spec.prepare or len(spec.files) >= MIN_COPIED_FILES):
         return None
     return Workspace(
         image=image,
@@ -94,23 +95,21 @@ class Closable(Protocol):
 
 
 Kind = TypeVar("Kind", bound=Closable)
-Copied = TypeVar("Copied", bound=Closable, contravariant=True)
-# a runtime from an image of that name, None for the task's own
+CopiedKind = TypeVar("CopiedKind", bound=Closable, contravariant=True)
+# Starts a runtime from an image of that name; None means the task's own image.
 Start = Callable[[str | None], Awaitable[Kind]]
 Prepare = Callable[[Kind], Awaitable[None]]
 
 
-class Copies(Protocol[Copied]):
+class Copies(Protocol[CopiedKind]):
     """Stores copies. Every method may raise RuntimeFault."""
 
     async def find(self, workspace: Workspace) -> str | None:
-        """The image of an existing copy: another node's, or one of an earlier run; None where
-        there is none.
-        """
+        """The image of an existing copy, which another node or an earlier run made; None if there is none."""
 
-    async def make(self, workspace: Workspace, runtime: Copied) -> str:
-        """Copy a prepared runtime in which nothing runs, and return the image's name. Refused, with the
-        reason, where it cannot be faithful.
+    async def make(self, workspace: Workspace, runtime: CopiedKind) -> str:
+        """Copy a prepared runtime in which nothing runs, and return the image's name. Raises Refused, with
+        the reason, if a copy could not be faithful.
         """
 
     async def exists(self, image: str) -> bool: ...
@@ -139,7 +138,7 @@ class Workspaces(Generic[Kind]):
     _states: dict[Workspace, _CopyState] = field(factory=dict, init=False)
     _uncopied: dict[Workspace, None] = field(factory=dict, init=False)
     _failed: dict[Workspace, int] = field(factory=dict, init=False)
-    # a step failed or hung: until one succeeds all try side by side
+    # A step failed or hung. Until one session succeeds, all try concurrently.
     _doubted: dict[Workspace, None] = field(factory=dict, init=False)
     _seen: dict[int, None] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
@@ -150,8 +149,8 @@ class Workspaces(Generic[Kind]):
         return sum(state.image is not None for state in self._states.values())
 
     def pays(self, workspace: Workspace | None, *, shared: bool) -> bool:
-        """Whether to copy it: `shared` says that more than one runtime will need it, and one requested before
-        may be requested again.
+        """Whether it is worth copying. `shared` says that more than one runtime will need it; a workspace
+        that was requested before may also be requested again.
         """
         if workspace is None or workspace in self._uncopied:
             return False
@@ -160,8 +159,8 @@ class Workspaces(Generic[Kind]):
         return shared or seen or workspace in self._states
 
     def expected(self, workspace: Workspace, count: int) -> tuple[str | None, int]:
-        """What that many sessions will start from: a copy, or the task's own image, which only the session
-        that prepares needs.
+        """The image that sessions will start from (None: the task's own), and how many of `count` will. While
+        no copy exists, only the session that prepares needs the task's own image.
         """
         state = self._states.get(workspace)
         if workspace in self._uncopied or workspace in self._doubted:
@@ -183,8 +182,8 @@ class Workspaces(Generic[Kind]):
                 await making.wait()
 
     async def obtain(self, workspace: Workspace, start: "Start[Kind]", prepare: "Prepare[Kind]") -> Kind:
-        """A runtime with the workspace in it. Raises Refused when a step fails and RuntimeFault when no
-        runtime starts.
+        """Return a runtime with the workspace in it. Raises Refused when a step fails and RuntimeFault when
+        no runtime starts.
         """
         while workspace not in self._uncopied and workspace not in self._doubted:
             state = self._states.setdefault(workspace, _CopyState())
@@ -201,7 +200,7 @@ class Workspaces(Generic[Kind]):
         return own
 
     async def run(self, ready: trio.Event) -> None:
-        """Remove the least recently used beyond `most` as others are added, until cancelled."""
+        """Remove the least recently used copies beyond `most` as others are added, until cancelled."""
         ready.set()
         while True:
             await self._changed.wait()
@@ -210,7 +209,7 @@ class Workspaces(Generic[Kind]):
 
     async def _again(self, workspace: Workspace, image: str, start: "Start[Kind]") -> Kind | None:
         """A runtime from the copy; None when the copy is gone."""
-        self._states[workspace] = self._states.pop(workspace)  # the lately used are last
+        self._states[workspace] = self._states.pop(workspace)  # the most recently used is last
         failed: RuntimeFault | None = None
         try:
             runtime = await start(image)
@@ -234,7 +233,7 @@ class Workspaces(Generic[Kind]):
                 workspace, state, start, prepare
             )
         except (Refused, trio.Cancelled):
-            remember(self._doubted, workspace, None, most=UNCOPIED)
+            remember(self._doubted, workspace, None, most=MAX_UNCOPIED)
             raise
         finally:
             state.making = None
@@ -277,10 +276,10 @@ class Workspaces(Generic[Kind]):
 
     def _give_up(self, workspace: Workspace, why: str) -> None:
         _log.info("the workspace of %s is prepared in every session: %s", workspace.image, why)
-        remember(self._uncopied, workspace, None, most=UNCOPIED)
+        remember(self._uncopied, workspace, None, most=MAX_UNCOPIED)
 
     def _failure(self, workspace: Workspace, fault: RuntimeFault) -> None:
-        remember(self._failed, workspace, self._failed.get(workspace, 0) + 1, most=UNCOPIED)
+        remember(self._failed, workspace, self._failed.get(workspace, 0) + 1, most=MAX_UNCOPIED)
         if self._failed[workspace] >= TRIES:
             self._give_up(workspace, str(fault))
         else:
@@ -331,14 +330,14 @@ async def _own(start: "Start[Kind]", prepare: "Prepare[Kind]") -> Kind:
 
 # ── copies in Podman's store ────────────────────────────────────────────────────────────────────────
 
-REPOSITORY = "localhost/polarnode-prepared"
+COPY_REPOSITORY = "localhost/polarnode-prepared"
 LABEL_PREPARED = "polarnode.prepared"  # on a copy: when it was made, seconds since 1970
-# seconds a copy may take: 0.1 s for a small one, 0.6 s for 4,000 files of 100 MB; a longer one is hardly
-# worth it
+# Seconds that a copy may take. A small one takes 0.1 s, one of 4,000 files with 100 MB takes 0.6 s. A longer
+# one is hardly worth it.
 COMMIT_S = 120.0
-# seconds between prunings: nodes rarely die, and what they leave is bounded
+# Seconds between prunings, and after a pruning that failed. Nodes rarely die, and what they leave is bounded.
 PRUNE_EVERY_S, PRUNE_AGAIN_S = 600.0, 20.0
-ORPHAN_S = 3600.0  # seconds a dead node's copy is kept: the node may be started again and use it
+ORPHAN_S = 3600.0  # seconds that a dead node's copy is kept: the node may be started again and use it
 
 
 @define(eq=False, kw_only=True)
@@ -354,16 +353,16 @@ class PodmanCopies:
 
     async def find(self, workspace: Workspace) -> str | None:
         """The image of an existing copy; None where there is none."""
-        name = f"{REPOSITORY}:{await self._digest(workspace)}"
+        name = f"{COPY_REPOSITORY}:{await self._digest(workspace)}"
         return name if await self.exists(name) else None
 
     async def make(self, workspace: Workspace, runtime: PodmanRuntime) -> str:
-        """Copy a prepared container. Its files are preserved exactly, its processes cannot be: Refused while
-        any runs.
+        """Copy a prepared container. A copy preserves files exactly but no processes, so Refused is raised
+        while any process runs.
         """
         if await runtime.busy():
             raise Refused("one of its steps left a process running, and a copy holds only files")
-        name = f"{REPOSITORY}:{await self._digest(workspace)}"
+        name = f"{COPY_REPOSITORY}:{await self._digest(workspace)}"
         with trio.move_on_after(COMMIT_S):
             await self._commit(runtime, name)
             return name
@@ -392,7 +391,7 @@ class PodmanCopies:
             try:
                 await self.prune(self.most)
             except RuntimeFault as fault:
-                # a listing of images fails whenever another node removes one of them meanwhile
+                # A listing of images fails whenever another node removes one of them meanwhile.
                 _log.info(
                     "dead nodes' prepared images are looked for again in %.0f s: %s", PRUNE_AGAIN_S, fault
                 )
@@ -413,9 +412,9 @@ class PodmanCopies:
             for index, each in enumerate(orphans)
             if index >= most or each.made_at < time.time() - ORPHAN_S
         ]
-        return sum([await self._pruned(each.name) for each in old])
+        return sum([await self._prune_copy(each.name) for each in old])
 
-    async def _pruned(self, name: str) -> bool:
+    async def _prune_copy(self, name: str) -> bool:
         try:
             return await self.remove(name)
         except RuntimeFault as fault:
@@ -429,7 +428,7 @@ class PodmanCopies:
         return [
             _listed(each)
             for each in images
-            if any(name.startswith(f"{REPOSITORY}:") for name in each.get("RepoTags") or ())
+            if any(name.startswith(f"{COPY_REPOSITORY}:") for name in each.get("RepoTags") or ())
         ]
 
     async def _digest(self, workspace: Workspace) -> str:
@@ -445,7 +444,7 @@ class PodmanCopies:
         parameters = {
             "container": runtime.id,
             "pause": "false",
-            "repo": REPOSITORY,
+            "repo": COPY_REPOSITORY,
             "tag": unfinished,
             "changes": [
                 f"LABEL {LABEL_PREPARED}={time.time():.0f}",
@@ -456,17 +455,17 @@ class PodmanCopies:
         async with self.limiter:
             try:
                 (await call(self.api, "POST", f"/commit?{urlencode(parameters, doseq=True)}")).json()
-                layer = await self._upper(f"/images/{REPOSITORY}:{unfinished}/json")
-                source = await self._upper(f"/containers/{runtime.id}/json")
+                layer = await self._layer_folder(f"/images/{COPY_REPOSITORY}:{unfinished}/json")
+                source = await self._layer_folder(f"/containers/{runtime.id}/json")
                 with boundary(RuntimeFault, "the layer of a copy could not be mended"):
                     await trio.to_thread.run_sync(mend, layer, source, runtime.shift)
-                to = urlencode({"repo": REPOSITORY, "tag": name.rpartition(":")[2]})
-                (await call(self.api, "POST", f"/images/{REPOSITORY}:{unfinished}/tag?{to}")).json()
+                to = urlencode({"repo": COPY_REPOSITORY, "tag": name.rpartition(":")[2]})
+                (await call(self.api, "POST", f"/images/{COPY_REPOSITORY}:{unfinished}/tag?{to}")).json()
             finally:
                 with trio.move_on_after(COMMIT_S, shield=True):
                     await self._drop(unfinished)
 
-    async def _upper(self, path: str) -> Path:
+    async def _layer_folder(self, path: str) -> Path:
         """The folder of an image's or a container's own layer."""
         inspected: Mapping[str, Any] = (await call(self.api, "GET", path)).json()
         upper = ((inspected.get("GraphDriver") or {}).get("Data") or {}).get("UpperDir")
@@ -476,7 +475,7 @@ class PodmanCopies:
 
     async def _drop(self, unfinished: str) -> None:
         try:
-            await call(self.api, "DELETE", f"/images/{REPOSITORY}:{unfinished}")
+            await call(self.api, "DELETE", f"/images/{COPY_REPOSITORY}:{unfinished}")
         except RuntimeFault as fault:
             _log.warning("the unfinished copy %s is left to be pruned: %s", unfinished, fault)
 
@@ -501,19 +500,19 @@ def _listed(image: Mapping[str, Any]) -> _Listed:
 
 
 def mend(layer: Path, source: Path, shift: int) -> None:
-    """Give a layer's files the ids they have in the container, and the times they had in `source`, the layer
-    they were copied from. An id in the container's range on this machine is moved down; any other is kept, so
-    that what a newer Podman wrote correctly stays correct.
+    """Give a layer's files the ids that they have in the container, and the times that they had in `source`,
+    the layer from which they were copied. An id in the container's range on this machine is moved down; any
+    other id is kept, so that what a newer Podman wrote correctly stays correct.
     """
     for path in _below(layer):
         found = path.lstat()
         _shift(path, found, shift)
-        _time(path, source / path.relative_to(layer))
+        _restore_time(path, source / path.relative_to(layer))
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Everything in a folder, contents first (so that a folder's time is set after its files'), and the
-    folder itself.
+    """Yield everything in a folder and the folder itself. Contents come first, so that a folder's time is set
+    after those of its files.
     """
     for top, folders, files in os.walk(folder, topdown=False, followlinks=False):
         yield from (Path(top) / name for name in files)
@@ -529,12 +528,12 @@ def _shift(path: Path, found: os.stat_result, shift: int) -> None:
         return
     os.chown(path, uid, gid, follow_symlinks=False)
     if stat.S_ISREG(found.st_mode) and found.st_mode & (stat.S_ISUID | stat.S_ISGID):
-        os.chmod(path, stat.S_IMODE(found.st_mode))  # a change of owner took them
+        os.chmod(path, stat.S_IMODE(found.st_mode))  # the change of owner removed these bits
 
 
-def _time(path: Path, original: Path) -> None:
+def _restore_time(path: Path, original: Path) -> None:
     try:
         found = original.lstat()
     except OSError:
-        return  # a folder the layer needs, and the container's does not
+        return  # the layer needs this folder, and the container's layer does not have it
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns), follow_symlinks=False)

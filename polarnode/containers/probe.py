@@ -2,8 +2,8 @@
 containers.
 
 The store is separate from every other Podman on the machine. Images stay in `state_dir` between runs and are
-shared by all nodes that name the same folder. Its run folder is a pure function of `state_dir`, because the
-database in `state_dir` remembers it and silently overrides a changed one.
+shared by all nodes that name the same folder. The run folder is a pure function of `state_dir`, because the
+database in `state_dir` remembers the run folder and silently overrides a changed one.
 
 Each finding is a fact, whether a node can work with it, and a remedy. `open_runtimes` writes its
 configuration from the same findings that `polarnode doctor` shows. Invariant: probing starts no container and
@@ -27,31 +27,32 @@ from attrs import frozen
 
 from polarnode.containers import user_namespace
 from polarnode.containers.control_groups import (
-    CONTROLLERS,
-    Cgroups,
+    LIMIT_CONTROLLERS,
+    CgroupsVersion,
     cgroups_version,
     enforced,
     has_controller,
     has_systemd,
 )
 from polarnode.containers.criu import freezing_obstacle
-from polarnode.containers.sealing import can_seal
-from polarnode.containers.user_namespace import ADMINISTRATOR, Limits, Rights, read_rights
+from polarnode.containers.sealing import sealing_obstacle
+from polarnode.containers.user_namespace import ADMINISTRATOR_REMEDY, Limits, ProcessRights, read_rights
 from polarnode.core.errors import RuntimeFault
 
 # ── the store ─────────────────────────────────────────────────────────────────
 
-# emptied by a reboot, which is how Podman learns that there was one
+# A reboot empties these folders. That is how Podman learns that there was one.
 MEMORY_FOLDERS = (Path("/dev/shm"), Path("/run"))
-# where runc, conmon and iptables may be
+# The folders in which runc, conmon and iptables may be.
 SERVICE_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def default_state_dir() -> Path:
-    """One store for each machine, shared by nodes, tests and demos, so that an image is built once.
+    """The default folder of the store: one for each machine, shared by nodes, tests and demos, so that an
+    image is built once.
 
-    Not root's home: a container's mapped users must pass through every folder above their root, and Podman
-    opens those that forbid it.
+    It is not in root's home, because a container's mapped users must pass through every folder above their
+    root, and Podman opens folders that forbid it to everyone.
     """
     if "XDG_STATE_HOME" in os.environ:
         return Path(os.environ["XDG_STATE_HOME"]) / "polarnode" / "podman"
@@ -95,13 +96,13 @@ class Store:
         return self.state_dir / "log"
 
     def environment(self) -> dict[str, str]:
-        """The whole environment of every podman we start: both configuration files, and of the node's own
-        only its trust and proxy settings.
+        """The whole environment of every podman that the node starts: both configuration files, and from the
+        node's own environment only its trust and proxy settings.
         """
-        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        if user_namespace.CONFIGURED in os.environ:
-            named = {name: os.environ[name] for name in user_namespace.PASSED_ON if name in os.environ}
-            # without it runc takes /run, which is root's
+        passed = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+        if user_namespace.CONFIGURED_VARIABLE in os.environ:
+            named = {name: os.environ[name] for name in user_namespace.PASSED_VARIABLES if name in os.environ}
+            # Without XDG_RUNTIME_DIR runc uses /run, which belongs to root.
             passed = {"XDG_RUNTIME_DIR": str(self.run_dir), **passed, **named}
         own = {
             "CONTAINERS_CONF": str(self.containers_conf),
@@ -117,9 +118,9 @@ class Store:
         }
 
 
-# What reaching a registry may need; it is for pulls and builds, and `httpproxy: false` keeps it out of
-# containers.
-PASSED_ON = (
+# These variables may be needed to reach a registry. They are for pulls and builds, and `httpproxy: false`
+# keeps them out of containers.
+PASSED_VARIABLES = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
     "http_proxy",
@@ -145,7 +146,7 @@ def make_folders(store: Store) -> None:
     """
     for folder in (store.state_dir, store.state_dir / "etc", store.state_dir / "tmp", store.log_dir):
         folder.mkdir(parents=True, exist_ok=True)
-    # mapped container users pass through it to their own root, and may not list it
+    # Mapped container users pass through the folder to their own root, and may not list it.
     store.state_dir.chmod(0o711)
     store.run_dir.mkdir(mode=0o711, exist_ok=True)
     store.sockets.mkdir(mode=0o700, exist_ok=True)
@@ -167,9 +168,10 @@ def _memory_folder(fallback: Path) -> Path:
 # ── what is probed ────────────────────────────────────────────────────────────
 
 
-OLDEST_PODMAN = (4, 3)  # Debian 12's; older ones were never tried
-IDMAPPED_OVERLAY = (5, 19)  # the kernel from which a user namespace costs no copy of the image
-# open files a container may have: programs that close every possible descriptor take minutes at a million
+OLDEST_PODMAN = (4, 3)  # the one of Debian 12; older ones were never tried
+IDMAPPED_KERNEL = (5, 19)  # from this kernel on a user namespace needs no copy of the image
+# The most open files of a container. With a million, programs that close every possible descriptor take
+# minutes.
 MOST_FILES = 65536
 INIT_PLACES = (
     "/usr/libexec/podman/catatonit",
@@ -177,19 +179,19 @@ INIT_PLACES = (
     "/usr/lib/podman/catatonit",
     "/usr/local/libexec/podman/catatonit",
 )
-# where Podman itself looks for its default profile, in its order
+# The places where Podman itself looks for its default profile, in its order.
 SECCOMP_PLACES = ("/etc/containers/seccomp.json", "/usr/share/containers/seccomp.json")
 NETWORK_PLACES = (
     "/usr/lib/podman/netavark",
     "/usr/libexec/podman/netavark",
     "/usr/local/libexec/podman/netavark",
 )
-# for namespaces, /proc/PID/root, ending, owning
-CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_KILL": 5, "CAP_CHOWN": 0}
+# They are needed for namespaces, for /proc/PID/root, to end processes, and to change owners of files.
+NEEDED_CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_KILL": 5, "CAP_CHOWN": 0}
 
 
 @frozen(kw_only=True)
-class Finding:
+class MachineFinding:
     """One fact about the machine. `remedy` is what to do; empty where nothing needs doing."""
 
     name: str
@@ -200,8 +202,8 @@ class Finding:
 
 @frozen(kw_only=True)
 class PodmanFindings:
-    """The findings from which a node's Podman configuration is written, as `polarnode doctor` shows them. A
-    missing tool is None. `limits`: the controllers of control groups that keep a session's limits.
+    """The findings from which a node's Podman configuration is written, and which `polarnode doctor` shows. A
+    missing tool is None. `limits`: the controllers of control groups that enforce a session's limits.
     """
 
     podman: Path | None
@@ -209,7 +211,7 @@ class PodmanFindings:
     init: Path | None
     seccomp: Path | None
     has_netavark: bool
-    cgroups: Cgroups
+    cgroups: CgroupsVersion
     systemd: bool
     nofile: int
     nproc: int
@@ -220,54 +222,54 @@ class PodmanFindings:
     quotas: bool
     freezes: bool
     limits: frozenset[str]
-    findings: tuple[Finding, ...]
-    freezing_obstacle: str | None = "it was not looked for"  # why sessions cannot be frozen into files
+    findings: tuple[MachineFinding, ...]
+    freezing_obstacle: str | None = "it was not looked for"  # the reason why sessions cannot be frozen
 
     @property
     def ok(self) -> bool:
         return all(finding.ok for finding in self.findings)
 
     def faults(self) -> str:
-        """Everything that prevents use, each with its remedy, as one sentence."""
+        """One sentence with everything that prevents use, each with its remedy."""
         return "; ".join(f"{finding.what} ({finding.remedy})" for finding in self.findings if not finding.ok)
 
 
 async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
-    """Probe the machine for a store in `state_dir` (which need not exist). Takes about 0.1 s. With `wanted`
-    limits on best effort, one that is not kept is no obstacle.
+    """Probe the machine for a store in `state_dir` (which need not exist). It takes about 0.1 s. If `wanted`
+    is best effort, a limit that is not enforced is no obstacle.
     """
     rights = read_rights()
-    podman, init, seccomp = _which("podman"), _first(INIT_PLACES), _first(SECCOMP_PLACES)
-    cgroups, filesystem = cgroups_version(), _filesystem(state_dir)
+    podman, init, seccomp = _find_program("podman"), _first(INIT_PLACES), _first(SECCOMP_PLACES)
+    cgroups, filesystem = cgroups_version(), _filesystem_kind(state_dir)
     oci = _oci_runtime(cgroups)
     mount_program = _fuse_overlay() if filesystem == "overlay" else None
     driver: Literal["overlay", "vfs"] = (
         "vfs" if filesystem == "overlay" and mount_program is None else "overlay"
     )
     layers, root = driver == "overlay" and mount_program is None, rights.kind == "root"
-    native = layers and _kernel() >= IDMAPPED_OVERLAY
+    native = layers and _kernel() >= IDMAPPED_KERNEL
     user_namespaces = root and native and closed_folder(state_dir) is None
     quotas = root and layers and _has_quotas(state_dir)
     limits = enforced(cgroups, rights)
-    # the freezer of version 2 is in every group, and a container has one where its limits are kept
+    # In version 2 every group has a freezer, and a container has a group if its limits are enforced.
     freezes = bool(limits) and (cgroups == "v2" or has_controller("freezer", cgroups))
     freezing = await freezing_obstacle(
-        _which("criu"), oci_runtime=oci, freezes=freezes, overlay=layers, root=root
+        _find_program("criu"), oci_runtime=oci, freezes=freezes, overlay=layers, root=root
     )
     what, _, remedy = (freezing or "sessions can be frozen by criu").partition(": ")
     findings = (
-        _rights(rights),
-        await _podman(podman),
+        _rights_finding(rights),
+        await _podman_finding(podman),
         _runtime(oci, cgroups),
         _init(init),
-        _seccomp(seccomp),
+        _seccomp_finding(seccomp),
         _cgroup_finding(cgroups, rights, limits, wanted),
-        _storage(driver, mount_program, filesystem),
-        _isolation(native, closed_folder(state_dir), rights),
-        _sealing(can_seal()),
-        _disk_limit(quotas),
-        _freezer(freezes),
-        Finding(name="fork by freezing", ok=True, what=what, remedy=remedy),
+        _storage_finding(driver, mount_program, filesystem),
+        _isolation_finding(native, closed_folder(state_dir), rights),
+        _sealing_finding(sealing_obstacle()),
+        _disk_limit_finding(quotas),
+        _freezer_finding(freezes),
+        MachineFinding(name="fork by freezing", ok=True, what=what, remedy=remedy),
         _memory(state_dir),
         _builder(),
     )
@@ -294,7 +296,7 @@ async def probe(state_dir: Path, wanted: Limits = "enforced") -> PodmanFindings:
     )
 
 
-def _which(name: str) -> Path | None:
+def _find_program(name: str) -> Path | None:
     found = shutil.which(name, path=SERVICE_PATH)
     return Path(found) if found else None
 
@@ -304,15 +306,15 @@ def _first(places: tuple[str, ...]) -> Path | None:
 
 
 def _fuse_overlay() -> Path | None:
-    return _which("fuse-overlayfs") if Path("/dev/fuse").exists() else None
+    return _find_program("fuse-overlayfs") if Path("/dev/fuse").exists() else None
 
 
-def _oci_runtime(cgroups: Cgroups) -> Path | None:
+def _oci_runtime(cgroups: CgroupsVersion) -> Path | None:
     names = ("crun", "runc") if cgroups == "v2" else ("runc", "crun")
-    return next((found for name in names if (found := _which(name)) is not None), None)
+    return next((found for name in names if (found := _find_program(name)) is not None), None)
 
 
-def _filesystem(folder: Path) -> str:
+def _filesystem_kind(folder: Path) -> str:
     """The kind of file system a folder is or will be on."""
     return mounted_at(folder, Path("/proc/mounts").read_text())[0]
 
@@ -336,8 +338,8 @@ def mounted_at(folder: Path, mounts: str) -> tuple[str, tuple[str, ...]]:
 
 
 def closed_folder(state_dir: Path) -> Path | None:
-    """The first folder above a store that mapped users could not pass. Podman would open it to all users,
-    which must not happen to a home.
+    """The first folder above a store that mapped users could not pass; None if there is none. Podman would
+    open it to all users, which must not happen to a home.
     """
     above = [folder for folder in state_dir.resolve().parents if folder.exists()]
     return next((folder for folder in above if folder.stat().st_mode & 0o111 != 0o111), None)
@@ -349,8 +351,9 @@ def _kernel() -> tuple[int, int]:
 
 
 def _limits() -> tuple[int, int, int]:
-    """Our own hard limits of files and processes, which containers can be given (without CAP_SYS_RESOURCE,
-    Podman's own defaults are refused), and the files that all programs of the machine may open together.
+    """The node's own hard limits of files and processes, and the files that all programs of the machine may
+    open together. Containers get limits within the node's own, because without CAP_SYS_RESOURCE the kernel
+    refuses Podman's defaults.
     """
     most_pids = int(Path("/proc/sys/kernel/pid_max").read_text())
     files, processes = (
@@ -358,8 +361,8 @@ def _limits() -> tuple[int, int, int]:
         resource.getrlimit(resource.RLIMIT_NPROC)[1],
     )
     nofile = MOST_FILES if files == resource.RLIM_INFINITY else min(files, MOST_FILES)
-    # conmon lowers its own limit to 32768 where pid_max is that or the limit is higher, and cannot raise it
-    # again
+    # conmon lowers its own limit to 32768 if pid_max is 32768 or the limit is higher, and cannot raise it
+    # again.
     nproc = min(most_pids, 32768, most_pids if processes == resource.RLIM_INFINITY else processes)
     return nofile, nproc, int(Path("/proc/sys/fs/file-max").read_text())
 
@@ -367,16 +370,16 @@ def _limits() -> tuple[int, int, int]:
 # ── findings ──────────────────────────────────────────────────────────────────
 
 
-def _rights(rights: Rights) -> Finding:
+def _rights_finding(rights: ProcessRights) -> MachineFinding:
     if rights.kind == "user":
-        return Finding(
+        return MachineFinding(
             name="rights",
             ok=False,
             what="not root, and without a user namespace to be root of",
-            remedy=ADMINISTRATOR,
+            remedy=ADMINISTRATOR_REMEDY,
         )
     if rights.kind == "namespace":
-        return Finding(
+        return MachineFinding(
             name="rights",
             ok=True,
             what=f"root of a user namespace with {rights.ids} ids, not of this machine",
@@ -384,20 +387,22 @@ def _rights(rights: Rights) -> Finding:
     effective = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff")
     )
-    lacking = [name for name, bit in CAPABILITIES.items() if not int(effective.split()[1], 16) >> bit & 1]
+    lacking = [
+        name for name, bit in NEEDED_CAPABILITIES.items() if not int(effective.split()[1], 16) >> bit & 1
+    ]
     if lacking:
-        return Finding(
+        return MachineFinding(
             name="rights",
             ok=False,
             what=f"root without {', '.join(lacking)}",
             remedy="give the node's own container --privileged",
         )
-    return Finding(name="rights", ok=True, what="root with the capabilities that containers need")
+    return MachineFinding(name="rights", ok=True, what="root with the capabilities that containers need")
 
 
-async def _podman(podman: Path | None) -> Finding:
+async def _podman_finding(podman: Path | None) -> MachineFinding:
     if podman is None:
-        return Finding(
+        return MachineFinding(
             name="podman",
             ok=False,
             what="podman is not installed",
@@ -409,14 +414,14 @@ async def _podman(podman: Path | None) -> Finding:
         )
         found = re.search(rb"(\d+)\.(\d+)(?:\.\d+)?", answer.stdout)
         if found and (int(found[1]), int(found[2])) >= OLDEST_PODMAN:
-            return Finding(name="podman", ok=True, what=f"podman {found[0].decode()}")
-        return Finding(
+            return MachineFinding(name="podman", ok=True, what=f"podman {found[0].decode()}")
+        return MachineFinding(
             name="podman",
             ok=False,
             what=f"podman is {found[0].decode() if found else 'unreadable'}",
             remedy="install podman 4.3 or newer",
         )
-    return Finding(
+    return MachineFinding(
         name="podman",
         ok=False,
         what="podman --version does not answer",
@@ -424,56 +429,59 @@ async def _podman(podman: Path | None) -> Finding:
     )
 
 
-def _runtime(oci: Path | None, cgroups: Cgroups) -> Finding:
+def _runtime(oci: Path | None, cgroups: CgroupsVersion) -> MachineFinding:
     if oci is None:
-        return Finding(
+        return MachineFinding(
             name="container runtime",
             ok=False,
             what="neither runc nor crun is installed",
             remedy="apt-get install runc",
         )
     if oci.name == "crun" and cgroups == "hybrid":
-        return Finding(
+        return MachineFinding(
             name="container runtime",
             ok=False,
             what="crun refuses mixed cgroups",
             remedy="apt-get install runc",
         )
-    return Finding(name="container runtime", ok=True, what=oci.name)
+    return MachineFinding(name="container runtime", ok=True, what=oci.name)
 
 
-def _init(init: Path | None) -> Finding:
+def _init(init: Path | None) -> MachineFinding:
     if init is None:
-        return Finding(
+        return MachineFinding(
             name="first process",
             ok=False,
             what="catatonit is not installed",
             remedy="apt-get install catatonit",
         )
-    return Finding(name="first process", ok=True, what=f"catatonit at {init}")
+    return MachineFinding(name="first process", ok=True, what=f"catatonit at {init}")
 
 
-def _seccomp(profile: Path | None) -> Finding:
+def _seccomp_finding(profile: Path | None) -> MachineFinding:
     if profile is None:
-        return Finding(
+        return MachineFinding(
             name="system calls",
             ok=False,
             what=f"no default seccomp profile at {' or '.join(SECCOMP_PLACES)}",
             remedy="apt-get install golang-github-containers-common (elsewhere: containers-common)",
         )
-    return Finding(name="system calls", ok=True, what=f"bounded by {profile} and the node's own rules")
+    return MachineFinding(name="system calls", ok=True, what=f"bounded by {profile} and the node's own rules")
 
 
-def _cgroup_finding(cgroups: Cgroups, rights: Rights, limits: Collection[str], wanted: Limits) -> Finding:
-    missing = [name for name in CONTROLLERS if name not in limits]
+def _cgroup_finding(
+    cgroups: CgroupsVersion, rights: ProcessRights, limits: Collection[str], wanted: Limits
+) -> MachineFinding:
+    missing = [name for name in LIMIT_CONTROLLERS if name not in limits]
     if missing and rights.kind != "root":
         delegate = (
-            f"as an administrator, give this user the controllers: Delegate={' '.join(CONTROLLERS)} under"
+            f"as an administrator, give this user the controllers: Delegate={' '.join(LIMIT_CONTROLLERS)}"
+            " under"
             " [Service] in /etc/systemd/system/user@.service.d/delegate.conf"
             if cgroups == "v2" and has_systemd()
             else "they need cgroups v2 and systemd, or root"
         )
-        return Finding(
+        return MachineFinding(
             name="cgroups",
             ok=wanted == "best_effort",
             what=f"cgroups {cgroups} keep no limit of {', '.join(missing)} without root: a session can take"
@@ -482,28 +490,28 @@ def _cgroup_finding(cgroups: Cgroups, rights: Rights, limits: Collection[str], w
         )
     if missing:
         remedy = "mount these controllers: without them a session can take the whole machine"
-        return Finding(
+        return MachineFinding(
             name="cgroups", ok=False, what=f"cgroups {cgroups} without {', '.join(missing)}", remedy=remedy
         )
-    return Finding(name="cgroups", ok=True, what=f"cgroups {cgroups}")
+    return MachineFinding(name="cgroups", ok=True, what=f"cgroups {cgroups}")
 
 
-def _storage(driver: str, mount_program: Path | None, filesystem: str) -> Finding:
+def _storage_finding(driver: str, mount_program: Path | None, filesystem: str) -> MachineFinding:
     if driver == "vfs":
         remedy = "set podman_dir to a folder on ext4 or xfs, or apt-get install fuse-overlayfs"
-        return Finding(
+        return MachineFinding(
             name="storage",
             ok=False,
             what=f"{filesystem} cannot hold overlay: each container would copy its image",
             remedy=remedy,
         )
     how = f"overlay through {mount_program.name}, slower than native" if mount_program else "native overlay"
-    return Finding(name="storage", ok=True, what=f"{how} on {filesystem}")
+    return MachineFinding(name="storage", ok=True, what=f"{how} on {filesystem}")
 
 
-def _isolation(native: bool, closed: Path | None, rights: Rights) -> Finding:
+def _isolation_finding(native: bool, closed: Path | None, rights: ProcessRights) -> MachineFinding:
     if rights.kind != "root":
-        return Finding(
+        return MachineFinding(
             name="isolation",
             ok=True,
             what="no network, no capabilities, one user namespace for all containers: the same user in two of"
@@ -512,13 +520,13 @@ def _isolation(native: bool, closed: Path | None, rights: Rights) -> Finding:
             remedy="a node that root runs gives each container ids of its own",
         )
     if native and closed is None:
-        return Finding(
+        return MachineFinding(
             name="isolation",
             ok=True,
             what="no network, no capabilities, a user namespace of its own for each container",
         )
     remedy = (
-        f"a kernel of {'.'.join(map(str, IDMAPPED_OVERLAY))} or newer and native overlay would add it at no"
+        f"a kernel of {'.'.join(map(str, IDMAPPED_KERNEL))} or newer and native overlay would add it at no"
         " cost"
     )
     if closed is not None:
@@ -526,7 +534,7 @@ def _isolation(native: bool, closed: Path | None, rights: Rights) -> Finding:
             f"{closed} may be entered by its owner alone: set podman_dir to a folder below one that all may"
             " pass"
         )
-    return Finding(
+    return MachineFinding(
         name="isolation",
         ok=True,
         what="no network, no capabilities, but no user namespaces: one session can take all inotify instances"
@@ -535,33 +543,33 @@ def _isolation(native: bool, closed: Path | None, rights: Rights) -> Finding:
     )
 
 
-def _sealing(obstacle: str | None) -> Finding:
+def _sealing_finding(obstacle: str | None) -> MachineFinding:
     if obstacle is None:
-        return Finding(
+        return MachineFinding(
             name="read-only root", ok=True, what="all but the workspace is read-only while a harness runs"
         )
     remedy = (
         "give the node's own container the right to mount, or set runtime.read_only = false in tasks: others"
         " end with an error"
     )
-    return Finding(
+    return MachineFinding(
         name="read-only root", ok=True, what=f"no root can be made read-only here ({obstacle})", remedy=remedy
     )
 
 
-def _disk_limit(quotas: bool) -> Finding:
-    missing = [name for name in ("du", "nice") if _which(name) is None]
+def _disk_limit_finding(quotas: bool) -> MachineFinding:
+    missing = [name for name in ("du", "nice") if _find_program(name) is None]
     if missing:
-        return Finding(
+        return MachineFinding(
             name="disk limit",
             ok=False,
             what=f"{' and '.join(missing)} cannot be found",
             remedy="apt-get install coreutils",
         )
     if quotas:
-        return Finding(name="disk limit", ok=True, what="each container has a quota")
+        return MachineFinding(name="disk limit", ok=True, what="each container has a quota")
     remedy = "a podman_dir on XFS mounted with pquota would refuse the write itself"
-    return Finding(
+    return MachineFinding(
         name="disk limit",
         ok=True,
         what="what containers write is measured, and one over its limit is ended",
@@ -569,31 +577,31 @@ def _disk_limit(quotas: bool) -> Finding:
     )
 
 
-def _freezer(freezes: bool) -> Finding:
+def _freezer_finding(freezes: bool) -> MachineFinding:
     if freezes:
-        return Finding(
+        return MachineFinding(
             name="freezer", ok=True, what="sessions that wait for the engine are frozen while memory is short"
         )
     remedy = "mount the freezer controller of cgroups v1, or use v2"
-    return Finding(
+    return MachineFinding(
         name="freezer", ok=True, what="no freezer: sessions that wait for the engine go on", remedy=remedy
     )
 
 
-def _memory(state_dir: Path) -> Finding:
+def _memory(state_dir: Path) -> MachineFinding:
     run_dir = store_at(state_dir).run_dir
     if run_dir.is_relative_to(state_dir.resolve()):
         remedy = "mount a tmpfs on /dev/shm: Podman cannot notice a reboot otherwise"
-        return Finding(name="run folder", ok=True, what=f"{run_dir} is not in memory", remedy=remedy)
-    return Finding(name="run folder", ok=True, what=str(run_dir))
+        return MachineFinding(name="run folder", ok=True, what=f"{run_dir} is not in memory", remedy=remedy)
+    return MachineFinding(name="run folder", ok=True, what=str(run_dir))
 
 
-def _builder() -> Finding:
-    if _which("mmdebstrap") is None:
+def _builder() -> MachineFinding:
+    if _find_program("mmdebstrap") is None:
         remedy = "apt-get install mmdebstrap, or give --base-image a Debian image that can be pulled"
-        return Finding(
+        return MachineFinding(
             name="image builder", ok=True, what="no mmdebstrap: images need a public base", remedy=remedy
         )
-    return Finding(
+    return MachineFinding(
         name="image builder", ok=True, what="mmdebstrap builds a base where no registry is reachable"
     )

@@ -1,13 +1,13 @@
 """Settings of the runtimes, the recipes of `runtimes/`, and the base image they stand on.
 
 A recipe is one folder of `runtimes/`. Its digest covers its files, its base's digest and the configured base
-image, so that a change below rebuilds everything above; a built image is labelled with it. A harness can be
-put on top of a task's own image: then its recipes are built one upon the other from there, and the images are
-named after the task's image and all these recipes.
+image, so that a change in a base rebuilds everything on top of it; a built image is labelled with the digest.
+A harness can be put on top of a task's own image. Then its recipes are built one upon the other on that
+image, and the resulting images are named after the task's image and all these recipes.
 
-The base is the configured image, else a public Debian image that can be pulled, else one built from this
-machine's own archive; the choice is reported. Nothing here names a host: the public image is requested by its
-short name, which the machine's own registries.conf resolves or does not, and the archive is the one this
+The base is the configured image, else a public Debian image that can be pulled, else one that is built from
+this machine's own archive; the choice is reported. Nothing here names a host: the public image is requested
+by its short name, which the machine's own registries.conf may resolve, and the archive is the one that this
 machine's apt uses.
 """
 
@@ -25,7 +25,7 @@ from polarnode.containers.probe import Store
 from polarnode.containers.user_namespace import Limits
 from polarnode.core import codec
 from polarnode.core.errors import ConfigError, Refused, RuntimeFault, boundary
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import open_private
 from polarnode.support.concurrency import open_process_group
 
 # ── settings ──────────────────────────────────────────────────────────────────
@@ -40,28 +40,29 @@ class RuntimesSettings:
     state_dir: Path
     node_id: str
     runtimes_dir: Path | None = None
-    # a Debian image to build on; None: one that can be pulled, else one built from this machine's archive
+    # A Debian image to build on. None means one that can be pulled, else one built from this machine's
+    # archive.
     base_image: str | None = None
-    # started containers kept of one shape at most: as many as INIT and READY hold; about 1 MB each, and only
-    # while they are expected
+    # The most started containers that are kept of one shape: as many as INIT and READY hold. They take about
+    # 1 MB each, and are kept only while sessions are expected.
     warm: int = 8
     prepared: int = 32  # prepared workspaces kept as images
-    # calls to Podman at once: on two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8, 2.0
-    # at 32)
+    # Concurrent calls to Podman. On two cores more than 4-8 only wait for each other (3.6 lifecycles/s at 8,
+    # 2.0 at 32).
     calls: int = 6
     volumes: tuple[str, ...] = ()  # folders below which tasks may mount
-    limits: Limits = "enforced"  # whether a machine that does not keep all limits of sessions will do
-    # MiB left free on the disk of the containers: half of it left, and the largest is ended
+    limits: Limits = "enforced"  # whether the node starts on a machine that does not enforce all limits
+    # MiB that are to stay free on the disk of the containers. When half of it is left, the largest is ended.
     disk_reserve_mb: int = 4096
 
 
 # ── the podman program ────────────────────────────────────────────────────────
 
-LAST_WORDS = 1500  # bytes of a failed build's log in its error: the error line, not the download
+LAST_WORDS = 1500  # bytes of a failed build's log in its error: enough for the error line
 
 
 @frozen(kw_only=True)
-class Tools:
+class PodmanTools:
     """The podman program and image builders on one store, never on the machine's own."""
 
     podman: Path
@@ -90,12 +91,12 @@ class Tools:
             raise RuntimeFault(f"podman {arguments[0]}: {done.stderr.decode(errors='replace').strip()}")
         return done.stdout.decode()
 
-    async def succeeds(self, *arguments: str) -> bool:
+    async def command_succeeds(self, *arguments: str) -> bool:
         """Whether a short command exits with 0."""
         return await self._exit_code(arguments) == 0
 
-    async def denies(self, *arguments: str) -> bool:
-        """Whether a short question is answered with no, which is exit code 1; others are faults of Podman."""
+    async def command_denies(self, *arguments: str) -> bool:
+        """Whether a short command exits with 1, which means no. Other codes but 0 are faults of Podman."""
         return await self._exit_code(arguments) == 1
 
     async def _exit_code(self, arguments: Sequence[str]) -> int:
@@ -114,11 +115,11 @@ class Tools:
         await self.run(what, [str(self.podman), *arguments])
 
     async def run(self, what: str, argv: Sequence[str]) -> None:
-        """Run a long program, its output in the log. On cancellation it is ended with everything
-        it started.
+        """Run a long program, its output in the log. On cancellation it is ended with everything it
+        started.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab", opener=private_opener) as sink:  # noqa: ASYNC230 - a local file
+        with open(self.log, "ab", opener=open_private) as sink:  # noqa: ASYNC230 - a local file
             sink.write(f"\n$ {' '.join(argv)}\n".encode())  # noqa: ASYNC232 - a line of a local file
             sink.flush()  # noqa: ASYNC232
             started = sink.tell()  # noqa: ASYNC232
@@ -141,17 +142,18 @@ class Tools:
 
 PREFIX = "localhost/polarnode"  # Podman's own word for images no registry gave
 CONTAINERFILE = "Containerfile"
-# between a harness's image and the task's it stands on; no task can write it, because no image's name has it
+# Stands between a harness's image and the task's image below it. No task can write such a name, because no
+# image's name has this character.
 ON = "+"
 
 
 @frozen(kw_only=True)
 class RecipeConfig:
     """The content of a runtime.toml. `base` is another recipe's name, None for a recipe directly on Debian.
-    User and workdir are the task's.
+    User and workdir come from the task.
 
     `instead_of` is the recipe that this one replaces on a task's own image. `harnesses` tells readers which
-    it carries: a harness itself names the image it runs in (`Harness.image`).
+    harnesses the image has; a harness itself names the image in which it runs (`Harness.image`).
     """
 
     base: str | None = None
@@ -183,13 +185,13 @@ class Stage:
     image: str
 
 
-def on_top(harness_image: str, image: str) -> str:
+def on_top_image(harness_image: str, image: str) -> str:
     """The name of the image that has a harness's recipe on top of a task's own image."""
     return f"{harness_image}{ON}{image}"
 
 
 @frozen(kw_only=True)
-class Recipes:
+class ImageRecipes:
     """All recipes, by name."""
 
     by_name: Mapping[str, Recipe] = field(factory=dict)
@@ -202,8 +204,8 @@ class Recipes:
         )
 
     def image(self, name: str) -> str:
-        """Podman's name of it: a recipe's own image, that of a harness `on_top` of another, or the name
-        unchanged.
+        """Podman's name of an image: a recipe's own image, the image of a harness `on_top_image` of another,
+        or the name unchanged.
         """
         if ON in name:
             return self.stages(name)[-1].image
@@ -216,18 +218,18 @@ class Recipes:
         """
         ordered: dict[str, Recipe] = {}
         for name in names:
-            for recipe in reversed(tuple(self._down(name))):
+            for recipe in reversed(tuple(self._recipe_and_bases(name))):
                 ordered.setdefault(recipe.name, recipe)
         return tuple(ordered.values())
 
     def stages(self, name: str) -> tuple[Stage, ...]:
-        """What is built for a name made by `on_top`, each stage after its base. Refused where the harness's
-        image is no recipe.
+        """The stages that are built for a name made by `on_top_image`, each after its base. Raises Refused if
+        the harness's image is no recipe.
         """
         harness, _, below = name.partition(ON)
         made: list[Stage] = []
         running = hashlib.sha256(self.image(below).encode())
-        for recipe in map(self._onto, self.with_bases([harness])):
+        for recipe in map(self._recipe_on_top, self.with_bases([harness])):
             running.update(recipe.digest.encode())
             stands_on = made[-1].image if made else self.image(below)
             made.append(
@@ -244,12 +246,12 @@ class Recipes:
             )
         return tuple(made)
 
-    def _onto(self, recipe: Recipe) -> Recipe:
+    def _recipe_on_top(self, recipe: Recipe) -> Recipe:
         return next(
             (other for other in self.by_name.values() if other.config.instead_of == recipe.name), recipe
         )
 
-    def _down(self, name: str) -> Iterator[Recipe]:
+    def _recipe_and_bases(self, name: str) -> Iterator[Recipe]:
         recipe = self.find(name)
         while recipe is not None:
             yield recipe
@@ -270,7 +272,7 @@ def default_runtimes_dir() -> Path:
     )
 
 
-def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
+def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> ImageRecipes:
     """Read every folder with a runtime.toml. `base` is the configured base image, which is part of each
     digest.
     """
@@ -281,11 +283,11 @@ def read_recipes(runtimes_dir: Path, *, base: str | None = None) -> Recipes:
         )
     made: dict[str, Recipe] = {}
     for name in configs:
-        _make(name, configs, made, runtimes_dir, base, ())
-    return Recipes(by_name=made)
+        _make_recipe(name, configs, made, runtimes_dir, base, ())
+    return ImageRecipes(by_name=made)
 
 
-def _make(
+def _make_recipe(
     name: str,
     configs: Mapping[str, RecipeConfig],
     made: dict[str, Recipe],
@@ -301,7 +303,7 @@ def _make(
         )
     config = configs[name]
     below = (
-        _make(config.base, configs, made, folder, base, (*above, name)).digest
+        _make_recipe(config.base, configs, made, folder, base, (*above, name)).digest
         if config.base
         else f"on {base or 'debian'}"
     )
@@ -319,7 +321,7 @@ def _read_config(path: Path) -> RecipeConfig:
 def _digest(folder: Path, below: str) -> str:
     running = hashlib.sha256(below.encode())
     for path in sorted(folder.rglob("*")):
-        # Python writes __pycache__ beside what pip installs: the same recipe in a checkout has none
+        # Python writes __pycache__ beside what pip installs, and the same recipe in a checkout has none.
         if path.is_file() and path.name != "runtime.toml" and "__pycache__" not in path.parts:
             running.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return running.hexdigest()[:24]
@@ -328,7 +330,7 @@ def _digest(folder: Path, below: str) -> str:
 # ── the base image ────────────────────────────────────────────────────────────
 
 PUBLIC = "debian:bookworm-slim"
-BUILT = f"{PREFIX}/debian:latest"
+BUILT_BASE = f"{PREFIX}/debian:latest"
 PULL_S = 45.0  # seconds a pull of 30 MB may take before the archive is the quicker way
 MMDEBSTRAP = (
     "mmdebstrap",
@@ -336,28 +338,29 @@ MMDEBSTRAP = (
     "--include=ca-certificates",
     '--customize-hook=rm -f "$1/etc/resolv.conf" "$1/etc/hostname"',
 )
-FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"  # of apt-get indextargets: one line for each list of packages
+# The format of apt-get indextargets, which prints one line for each list of packages.
+FIELDS = "$(REPO_URI)|$(CODENAME)|$(COMPONENT)"
 
 
 async def base_image(
-    tools: Tools, store: Store, configured: str | None, report: Callable[[str], None]
+    tools: PodmanTools, store: Store, configured: str | None, report: Callable[[str], None]
 ) -> str:
     """The name of an image to build on, which is in the store afterwards."""
     if configured is not None:
-        if not await tools.succeeds("image", "exists", configured):
+        if not await tools.command_succeeds("image", "exists", configured):
             report(f"pulling {configured}")
             await tools.run_podman(f"pulling {configured}", "pull", "--quiet", configured)
         return configured
-    for image in (BUILT, PUBLIC):
-        if await tools.succeeds("image", "exists", image):
+    for image in (BUILT_BASE, PUBLIC):
+        if await tools.command_succeeds("image", "exists", image):
             return image
-    if await _pulled(tools, report):
+    if await _pull_public(tools, report):
         return PUBLIC
     await _build(tools, store, report)
-    return BUILT
+    return BUILT_BASE
 
 
-async def _pulled(tools: Tools, report: Callable[[str], None]) -> bool:
+async def _pull_public(tools: PodmanTools, report: Callable[[str], None]) -> bool:
     """Whether the public image could be pulled within PULL_S."""
     with trio.move_on_after(PULL_S):
         try:
@@ -371,13 +374,13 @@ async def _pulled(tools: Tools, report: Callable[[str], None]) -> bool:
     return False
 
 
-async def _build(tools: Tools, store: Store, report: Callable[[str], None]) -> None:
+async def _build(tools: PodmanTools, store: Store, report: Callable[[str], None]) -> None:
     if shutil.which("mmdebstrap", path=store.environment()["PATH"]) is None:
         raise RuntimeFault(
             "no Debian to build images on: apt-get install mmdebstrap, or give --base-image one that can be"
             " pulled"
         )
-    suite, lines = await _archive(tools)
+    suite, lines = await _machine_archive(tools)
     report(
         f"building a {suite} base from this machine's Debian archive (half a minute, minutes on a busy"
         " machine)"
@@ -386,16 +389,16 @@ async def _build(tools: Tools, store: Store, report: Callable[[str], None]) -> N
     try:
         await tools.run("building a Debian base", [*MMDEBSTRAP, suite, str(tar), *lines])
         await tools.run_podman(
-            "importing the Debian base", "import", "--quiet", "--change", 'CMD=["bash"]', str(tar), BUILT
+            "importing the Debian base", "import", "--quiet", "--change", 'CMD=["bash"]', str(tar), BUILT_BASE
         )
     finally:
         tar.unlink(missing_ok=True)
-    report(f"built {BUILT}")
+    report(f"built {BUILT_BASE}")
 
 
-async def _archive(tools: Tools) -> tuple[str, list[str]]:
-    """This machine's suite, and its archive as lines of a sources.list, without third parties' archives."""
-    suite = _codename()
+async def _machine_archive(tools: PodmanTools) -> tuple[str, list[str]]:
+    """The machine's Debian suite, and its archive as lines of a sources.list, without archives of others."""
+    suite = _debian_codename()
     with boundary(RuntimeFault, "apt does not report where this machine's packages come from"):
         listed = await trio.run_process(
             ["apt-get", "indextargets", "--format", FIELDS, "Created-By: Packages"],
@@ -406,8 +409,8 @@ async def _archive(tools: Tools) -> tuple[str, list[str]]:
 
 
 def archive_lines(listing: str, suite: str) -> list[str]:
-    """apt's list of indexes, as lines of a sources.list for a suite and its updates, the suite
-    itself first.
+    """Turn apt's list of indexes into lines of a sources.list for a suite and its updates, the suite
+    first.
     """
     rows = [line.split("|") for line in listing.splitlines()]
     lines = {
@@ -418,7 +421,7 @@ def archive_lines(listing: str, suite: str) -> list[str]:
     return sorted(lines, key=lambda line: (f" {suite} " not in line, line))
 
 
-def _codename() -> str:
+def _debian_codename() -> str:
     for line in Path("/etc/os-release").read_text().splitlines():
         if line.startswith("VERSION_CODENAME="):
             return line.partition("=")[2].strip('"')

@@ -1,8 +1,7 @@
-"""A session's runtime, `ports.Runtime` on Podman: a started container with its model endpoint, and its start.
+"""A session's runtime, which is `ports.Runtime` on Podman: a started container with its model endpoint.
 
-Programs run through `exec.py`; files are written and read from outside through `files.py`. A runtime is used
-once and never again.
-`starting.py` makes them.
+Programs run through `exec.py`; files are written and read from outside through `files.py`. `starting.py`
+makes runtimes. A runtime is used once and never again.
 """
 
 import logging
@@ -17,18 +16,18 @@ from pathlib import Path
 import trio
 from attrs import define, field
 
-from polarnode.containers.below import Below
+from polarnode.containers.below import DetachedProgram
 from polarnode.containers.client import ContainerClient
 from polarnode.containers.copying import Copy
 from polarnode.containers.disk import WatchedContainer
-from polarnode.containers.exec import Channel, ExecOrder, Execs, Tail
-from polarnode.containers.files import Account, Collected, ContainerFiles, collect, unpack_workdir
-from polarnode.containers.freezing import Freeze
-from polarnode.containers.frozen import Frost, check_processes, thaw
+from polarnode.containers.exec import Channel, ExecOrder, ExecRunner, OutputTail
+from polarnode.containers.files import Account, CollectedFiles, ContainerFiles, collect, unpack_workdir
+from polarnode.containers.freezing import ContainerFreeze
+from polarnode.containers.frozen import FrozenImageWriter, check_processes, thaw
 from polarnode.containers.inside import (
     ENDPOINT_HOST,
     ENDPOINT_PORT,
-    Inside,
+    ContainerHandle,
     Process,
 )
 from polarnode.containers.sealing import SealState, seal, unseal, writable_places
@@ -39,15 +38,17 @@ from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
 from polarnode.support.bounded import open_bounded_log
 
-# bytes of stdout and of stderr kept of a `run`: a large patch must pass whole, and few run at once
+# The bytes of stdout and of stderr that a `run` keeps. A large patch must pass whole, and few programs run at
+# once.
 OUTPUT_LIMIT = 32 << 20
-# bytes to copy of what a session changed in its workspace, or twice its disk limit, because a session that
-# wrote too much is evaluated too
-COPY_LIMIT = 8 << 30
+# The most bytes that are copied of a session's changes to its workspace, unless twice its disk limit is more:
+# a session that wrote too much is evaluated too.
+COPY_LIMIT_BYTES = 8 << 30
 KILLED = 137  # the exit code of a program that was ended by SIGKILL
 ALWAYS_WRITABLE = ("/tmp", "/var/tmp")
-RESTORING = ".restoring-"  # begins the name of a folder into which a kept workdir is unpacked for a moment
-# seconds a removal may wait for its turn; 0.1 s quiet. After that the sweeper removes it
+RESTORING_PREFIX = ".restoring-"  # prefix of a temporary folder into which a kept workdir is unpacked
+# Seconds that a removal may take, its wait for a free call included; 0.1 s on a quiet machine. After that the
+# sweeper removes the container.
 REMOVE_S = 120.0
 
 _log = logging.getLogger(__name__)
@@ -67,15 +68,15 @@ class PodmanRuntime:
     files_time: int  # the modification time of placed files, in seconds since 1970
     expires: float
     base_url: str = f"http://{ENDPOINT_HOST}:{ENDPOINT_PORT}"
-    _inside: Inside
+    _inside: ContainerHandle
     _files: ContainerFiles
-    _execs: Execs
+    _execs: ExecRunner
     _client: ContainerClient
     _on_close: Callable[[str], None]  # called with its id once it is removed, or left to the sweeper
     _watched: WatchedContainer
-    _freeze: Freeze
-    _below: Below
-    _frost: Frost | None  # None where it cannot be frozen into files
+    _freeze: ContainerFreeze
+    _below: DetachedProgram
+    _image_writer: FrozenImageWriter | None  # None where it cannot be frozen into files
     _closed: bool = field(default=False, init=False)
     _sealed: SealState | None = field(default=None)
 
@@ -86,8 +87,8 @@ class PodmanRuntime:
 
     @property
     def ended_because(self) -> str | None:
-        """The reason why the node ended everything in it, for the session's outcome; None if it did not. Its
-        files are then not worth evaluating.
+        """The reason why the node ended everything in it, for the session's outcome; None if it did not. If
+        there is a reason, its files are not worth evaluating.
         """
         return self._watched.because
 
@@ -99,19 +100,19 @@ class PodmanRuntime:
         return self._watched.for_room
 
     def oom_kills(self) -> int:
-        """How many of its programs the kernel ended because the container's memory was used up."""
+        """The number of its programs that the kernel ended because the container's memory was used up."""
         return self._watched.layer.group.oom_kills()
 
     @property
     def network(self) -> int:
-        """Its network namespace, as a descriptor that stays open until the runtime closes (the endpoint's
-        ends with the run).
+        """Its network namespace, as a descriptor that stays open until the runtime closes. The endpoint's
+        descriptor closes with the run.
         """
         return self._inside.network
 
     @property
     def alive(self) -> bool:
-        """Whether its first process runs; the dead-man switch or the kernel ends it."""
+        """Whether its first process runs. The dead-man switch or the kernel may end it."""
         return not self._closed and self._inside.alive()
 
     @property
@@ -137,13 +138,13 @@ class PodmanRuntime:
         Cancelling ends its process group.
         """
         limit = OUTPUT_LIMIT if keep is None else keep
-        kept: dict[Channel, Tail] = {"stdout": Tail(limit), "stderr": Tail(limit)}
+        kept: dict[Channel, OutputTail] = {"stdout": OutputTail(limit), "stderr": OutputTail(limit)}
         order = await self._order(argv, env, user, workdir, stdin)
         exit_code = self._finish(
             await self._execs.run(order, lambda channel, piece: kept[channel].write(piece))
         )
         if exit_code == KILLED and self.ended_because is not None:
-            # at the end of stderr, where the reason of a failure is read
+            # The reason is added at the end of stderr, where readers look for the reason of a failure.
             kept["stderr"].write(f"\n{self.ended_because}\n".encode())
         stdout, stderr = kept["stdout"].value(), kept["stderr"].value()
         return Ended(
@@ -173,18 +174,18 @@ class PodmanRuntime:
         with open_bounded_log(log, limit) as kept:
             return self._finish(await self._execs.run(order, lambda _, piece: kept.write(piece), alone=True))
 
-    async def start_below(self, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes = b"") -> int:
+    async def start_detached(self, argv: Sequence[str], *, env: Mapping[str, str], stdin: bytes = b"") -> int:
         """Start a harness below the first process, so that it can be frozen; returns its number."""
         return await self._below.start(await self._order(argv, env, None, None, stdin))
 
-    async def follow_below(self, number: int, *, log: Path, limit: int) -> int:
-        """As `run_logged`, of a harness that was started below the first process."""
+    async def follow_detached(self, number: int, *, log: Path, limit: int) -> int:
+        """Do what `run_logged` does, for a harness that was started below the first process."""
         with open_bounded_log(log, limit) as kept:
             return self._finish(await self._below.follow(number, lambda _, piece: kept.write(piece)))
 
     async def follow_copy(self, image: FrozenImage, *, log: Path, limit: int) -> int:
-        """The same, of a copy of a frozen container, which goes on now. Raises ForkError where its processes
-        are not the image's.
+        """Do the same for a copy of a frozen container, whose processes are continued now. Raises ForkError
+        if its processes are not those of the image.
         """
 
         def begin() -> None:
@@ -196,11 +197,15 @@ class PodmanRuntime:
             return self._finish(code)
 
     async def write_frozen(self, spec: RuntimeSpec, to: Path, *, number: int, limit: int) -> FrozenImage:
-        """Write all processes and the layer to a folder, and let them go on. As `Frost.write`."""
-        if self._frost is None:
+        """Write all processes and the layer to a folder, and let the processes run on, as
+        `FrozenImageWriter.write` does.
+        """
+        if self._image_writer is None:
             raise RuntimeFault("this machine cannot freeze containers: see `polarnode doctor`")
         places = self._writable(spec)
-        return await self._frost.write(to, number=number, places=places, sealed=self._sealed, limit=limit)
+        return await self._image_writer.write(
+            to, number=number, places=places, sealed=self._sealed, limit=limit
+        )
 
     async def put(self, files: Mapping[str, bytes], *, user: str | None = None, mode: int = 0o644) -> None:
         """Write files by absolute path, and the folders they need, owned by `user` (default: the
@@ -209,8 +214,8 @@ class PodmanRuntime:
         await self._write(files, user, mode, at_s=None)
 
     async def place(self, files: Mapping[str, bytes], *, mode: int = 0o644) -> None:
-        """Write files that a session begins with, as the runtime's user: as `put`, but with a modification
-        time that all containers of the image have in common, so that a listing says the same in each.
+        """Write files that a session begins with, as the runtime's user. Unlike with `put`, their
+        modification time is the same in all containers of the image, so that listings of them are equal.
         """
         await self._write(files, None, mode, at_s=self.files_time)
 
@@ -247,19 +252,19 @@ class PodmanRuntime:
         return (self.workdir, *ALWAYS_WRITABLE, *spec.writable, *home)
 
     async def unseal(self) -> None:
-        """Make the root writable again where it is sealed, once the harness's processes have ended, and the
-        workdir a folder that programs start in: else no test says that the work in it is gone. A test has
-        room on the disk, however much is taken.
+        """Make the root writable again if it is sealed, once the harness's processes have ended. Also make
+        sure that the workdir is a folder in which programs can start: otherwise no test could report that the
+        work in it is gone. The disk limit is raised, so that a test has room however much the session wrote.
         """
         if self._sealed is not None:
             await trio.to_thread.run_sync(unseal, self._inside, self._sealed)
             self._sealed = None
         self._watched.begin_judging()
-        # a link in its place stays what it is
+        # A link in the place of the workdir is left alone.
         with suppress(ContentFault):
-            await trio.to_thread.run_sync(self._files.open_up, self.workdir, self.account)
+            await trio.to_thread.run_sync(self._files.open_to_owner, self.workdir, self.account)
 
-    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+    async def collect(self, paths: Sequence[str], to: Path) -> CollectedFiles:
         """Keep files and folders, by paths relative to the workdir or absolute, as a tar. Call it once the
         harness's processes have ended: it unseals.
         """
@@ -273,7 +278,9 @@ class PodmanRuntime:
         unseals. Raises EvaluatorError where that is impossible.
         """
         await self.unseal()
-        copy = Copy(source=self._files, target=target._files, limit=max(COPY_LIMIT, 2 * self._watched.limit))
+        copy = Copy(
+            source=self._files, target=target._files, limit=max(COPY_LIMIT_BYTES, 2 * self._watched.limit)
+        )
         with target._watched.spared() as spared:
             await trio.to_thread.run_sync(copy.run, self.workdir, target.workdir)
             spared(copy.size)
@@ -282,24 +289,25 @@ class PodmanRuntime:
         """Make the workdir equal to one that `collect` kept. Raises RuntimeFault or EvaluatorError where that
         is impossible.
         """
-        limit = max(COPY_LIMIT, 2 * self._watched.limit)
+        limit = max(COPY_LIMIT_BYTES, 2 * self._watched.limit)
         with self._watched.spared() as spared:
             spared(await trio.to_thread.run_sync(_restore, kept, self._files, self.workdir, limit))
 
     async def processes(self) -> frozenset[Process]:
-        """What runs in it besides its first process."""
+        """The processes in it besides its first process."""
         return await trio.to_thread.run_sync(self._inside.processes)
 
     async def snapshot(
         self, spec: RuntimeSpec, to: Path, limit: int, *, measured: bool = False
     ) -> SnapshotFiles:
-        """Write everything below the places that a seal leaves writable to a tar, while the harness runs:
-        call it while that does nothing. `measured`: look first whether it is too large. Raises Refused for
-        more than `limit` bytes of content, RuntimeFault where it cannot be written.
+        """Write everything below the places that a seal leaves writable to a tar. The harness may run, but
+        call this while it changes nothing. `measured`: check first whether the content is too large. Raises
+        Refused for more than `limit` bytes of content, RuntimeFault if the tar cannot be written.
         """
 
         def work() -> SnapshotFiles:
-            # those of the seal, where there is one: a link that an agent put in a place leads it nowhere
+            # If there is a seal, its places are used, so that a link that an agent put into the path of a
+            # place has no effect.
             opened = () if self._sealed is None else self._sealed.opened
             places = opened or writable_places(self._inside, self._writable(spec))
             if measured:
@@ -322,11 +330,11 @@ class PodmanRuntime:
         return self._freeze.on
 
     async def freeze(self) -> None:
-        """Stop its programs where they are; nothing once they are being ended. Raises RuntimeFault."""
+        """Freeze its programs. Do nothing once they are being ended. Raises RuntimeFault."""
         await self._freeze.freeze()
 
     async def thaw(self) -> None:
-        """Let its programs go on. Raises RuntimeFault."""
+        """Let its programs run on. Raises RuntimeFault."""
         await self._freeze.thaw()
 
     async def end_processes(self) -> None:
@@ -344,8 +352,8 @@ class PodmanRuntime:
         self.endpoint.close()
         self._inside.close()
         self._below.close()
-        if self._frost is not None:
-            self._frost.criu.forget(self.id)
+        if self._image_writer is not None:
+            self._image_writer.criu.forget(self.id)
         with trio.move_on_after(REMOVE_S, shield=True) as scope:
             try:
                 await self._client.remove(self.id)
@@ -366,7 +374,7 @@ class PodmanRuntime:
         self._check_alive()
         await self._freeze.thaw()
         obstacle = self._files.account_obstacle()
-        if obstacle is not None:  # what ran in it did that, and would do it again
+        if obstacle is not None:  # a program in it did that, and would do it again
             raise SpoiltRuntime(f"nothing can be run: {obstacle}")
         home = (await self._account(user)).home
         basic = {"LANG": "C.UTF-8", "HOME": home}  # PATH is the image's own, or the caller's
@@ -384,7 +392,7 @@ class PodmanRuntime:
         return await trio.to_thread.run_sync(self._files.account, user)
 
     def _finish(self, exit_code: int) -> int:
-        """The exit code, or a fault where the container itself ended under the program."""
+        """Return the exit code, or raise a fault if the container itself ended while the program ran."""
         self._check_alive()
         return exit_code
 
@@ -397,7 +405,7 @@ class PodmanRuntime:
 def _restore(kept: Path, files: ContainerFiles, workdir: str, limit: int) -> int:
     """Unpack a kept workdir beside its tar and copy it into a container; returns the bytes written."""
     with (
-        tempfile.TemporaryDirectory(prefix=RESTORING, dir=kept.parent) as folder,
+        tempfile.TemporaryDirectory(prefix=RESTORING_PREFIX, dir=kept.parent) as folder,
         ExitStack() as stack,
     ):
         unpack_workdir(kept, Path(folder))

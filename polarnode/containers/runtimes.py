@@ -1,15 +1,15 @@
 """`open_runtimes`: probe, configure and serve Podman, sweep orphans, run the pool; close in reverse order.
 
-The sweeper removes containers that nobody owns: those of killed nodes, our own that a removal left, and
-forgotten ones. An owner is a process id with its start time and the machine's boot, so that no other process
-is taken for it. Containers of another living node are never touched, whatever its name. Invariant: a label
-that cannot be read is not ours to judge.
+The sweeper removes containers that no process owns any more: those of killed nodes, the node's own that a
+failed removal left, and forgotten ones. An owner is a process id with its start time and the machine's boot,
+so that no other process is taken for it. Containers of another living node are never touched, whatever its
+name. Invariant: a container whose label cannot be read is left alone.
 
-Podman forgets a container whose node is killed between its `init` and Podman's note of it. Its conmon and its
-first process, which waits to be started, live on, and Podman, for which that container never began, removes
-only its own record. They are found by their conmon. Invariant: processes are read before Podman is queried,
-because a container is in its records from before its conmon begins until after its first process has ended;
-what it does not list then, nobody else will ever end.
+Podman forgets a container whose node is killed between the container's `init` and Podman's record of it. The
+container's conmon and its first process, which waits to be started, live on. Podman, for which that container
+never began, removes only its own record. Such containers are found by their conmon. Invariant: processes are
+read before Podman is queried, because Podman lists a container from before its conmon begins until after its
+first process has ended. A container that Podman does not list then will never be ended by anyone else.
 """
 
 import logging
@@ -25,7 +25,7 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.containers.client import ContainerClient, ListedContainer
-from polarnode.containers.container import LABEL_OWNER, Owner, read_owner, this_process
+from polarnode.containers.container import LABEL_OWNER, Owner, current_owner, read_owner
 from polarnode.containers.criu import Criu
 from polarnode.containers.disk import DiskWatch
 from polarnode.containers.pool import Pool, PrewarmRequest, RuntimesStatistics
@@ -34,7 +34,7 @@ from polarnode.containers.probe import PodmanFindings, Store
 from polarnode.containers.recipes import RuntimesSettings, default_runtimes_dir, read_recipes
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.containers.service import PodmanService, configure_store, traced_profile
-from polarnode.containers.starting import Starter
+from polarnode.containers.starting import RuntimeStarter
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import RuntimeSpec
@@ -43,15 +43,15 @@ from polarnode.support.concurrency import open_background
 # ── containers Podman forgot ──────────────────────────────────────────────────
 
 PROGRAM = b"conmon"
-# seconds for the OCI runtime to clear what it knows of one: 0.05 quiet; one that hangs must not keep a node
-# from starting
+# Seconds that the OCI runtime may take to clear a container's state; 0.05 on a quiet machine. A call that
+# hangs must not keep a node from starting.
 CLEAR_S = 20.0
 
 _log = logging.getLogger(__name__)
 
 
 @frozen(kw_only=True)
-class Conmon:
+class ConmonProcess:
     """The process that watches over one container."""
 
     pid: int
@@ -67,14 +67,14 @@ class ForgottenContainers:
     storage: Path
     oci_runtime: Path
 
-    def conmons(self) -> tuple[Conmon, ...]:
-        """Every conmon of this store whose container runs, or is about to. One that is done waits for Podman
-        to clean up, and needs no help.
+    def conmons(self) -> tuple[ConmonProcess, ...]:
+        """Every conmon of this store whose container runs, or is about to run. A conmon whose container has
+        ended waits for Podman to clean up, and needs no help.
         """
         found = (self._read(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
         return tuple(conmon for conmon in found if conmon is not None)
 
-    def _read(self, pid: int) -> Conmon | None:
+    def _read(self, pid: int) -> ConmonProcess | None:
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:  # it ended while we looked
@@ -84,23 +84,24 @@ class ForgottenContainers:
         container, unit, bundle = (
             os.fsdecode(words[words.index(word) + 1]) for word in (b"-c", b"-u", b"-b")
         )
-        of_container = unit == container  # an exec has one too, which ends a minute after its container
+        of_container = unit == container  # the conmon of an exec ends a minute after its container
         if (
             not of_container
             or not Path(bundle).is_relative_to(self.storage)
             or all(map(_cleans_up, _children(pid)))
         ):
             return None
-        return Conmon(pid=pid, container=container)
+        return ConmonProcess(pid=pid, container=container)
 
-    async def end(self, conmons: Collection[Conmon]) -> None:
-        """End those that still run with everything they watch over, and clear what the OCI runtime remembers.
-        Never raises.
+    async def end(self, conmons: Collection[ConmonProcess]) -> None:
+        """End the conmons that still run, with everything that they watch over, and clear what the OCI
+        runtime remembers. It never raises.
         """
-        # one that was just being removed has ended meanwhile
+        # A container that was just being removed has ended meanwhile.
         still = [conmon for conmon in conmons if self._read(conmon.pid) == conmon]
         for conmon in still:
-            # read before the first is killed: orphans have no parent to be found by
+            # The descendants are read before the first process is killed, because orphans cannot be found by
+            # their parent.
             for pid in (conmon.pid, *_below(conmon.pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -109,7 +110,7 @@ class ForgottenContainers:
             _log.warning("container %s, which podman had forgotten, was ended", container[:12])
 
     async def _clear(self, container: str) -> None:
-        # one that it does not know either is cleared already
+        # If the OCI runtime does not know the container either, it is cleared already.
         with trio.move_on_after(CLEAR_S), suppress(OSError):
             await trio.run_process(
                 [self.oci_runtime, "delete", "--force", container],
@@ -133,7 +134,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _cleans_up(pid: int) -> bool:
-    """Whether a conmon's child is what it starts when its container has ended, or has ended itself."""
+    """Whether a conmon's child is the cleanup that it starts after its container's end, or has itself
+    ended.
+    """
     try:
         return os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]) in (
             b"podman",
@@ -145,14 +148,15 @@ def _cleans_up(pid: int) -> bool:
 
 # ── the sweeper ───────────────────────────────────────────────────────────────
 
-# seconds: what a killed node left is swept when the next one starts; this catches removals that failed
+# Seconds between sweeps. What a killed node left is swept when the next one starts; these sweeps catch
+# removals that failed.
 SWEEP_EVERY_S = 60.0
-AT_ONCE = 3  # removals side by side, fewer than the calls a node may make, so that sessions go on meanwhile
+AT_ONCE = 3  # concurrent removals; fewer than a node's calls to Podman, so that sessions are not blocked
 
 
 @define(eq=False)
-class Sweeper:
-    """Sweeps one store for one node. `alive` are the names of containers our own process still uses."""
+class ContainerSweeper:
+    """Sweeps one store for one node. `alive` are the names of containers that this node still uses."""
 
     client: ContainerClient
     owner: Owner
@@ -162,10 +166,11 @@ class Sweeper:
     _suspects: set[str] = field(factory=set, init=False)
 
     async def sweep(self, *, at_once: int = AT_ONCE) -> int:
-        """Remove every orphan, `at_once` side by side, and return how many. Raises RuntimeFault when Podman
-        does not answer.
+        """Remove every orphan, `at_once` of them concurrently, and return how many there were. Raises
+        RuntimeFault when Podman does not answer.
         """
-        # before asking: one that is created meanwhile is not listed, one removed meanwhile is gone anyway
+        # The names are copied before Podman is asked: a container that is created meanwhile is not listed,
+        # and one that is removed meanwhile is gone anyway.
         in_use = set(self.alive)
         orphans = [
             each.id for each in await self.client.list_labelled(LABEL_OWNER) if self._is_orphan(each, in_use)
@@ -201,8 +206,8 @@ class Sweeper:
         return not owner.is_alive()
 
     def _forgotten(self, each: ListedContainer, in_use: set[str]) -> bool:
-        """Whether one of ours was unused in two sweeps: one that is just being removed is unused for a
-        moment.
+        """Whether one of the node's own containers was unused in two sweeps. One sweep does not suffice,
+        because a container that is just being removed is unused for a moment.
         """
         if in_use.intersection(each.names):
             self._suspects.discard(each.id)
@@ -229,27 +234,27 @@ Prepare = Callable[[PodmanRuntime], Awaitable[None]]
 
 
 @define(eq=False, kw_only=True)
-class Runtimes:
+class NodeRuntimes:
     """Provides sessions with containers."""
 
     findings: PodmanFindings
     settings: RuntimesSettings
     _pool: Pool
     _workspaces: Workspaces[PodmanRuntime]
-    _sweeper: Sweeper
+    _sweeper: ContainerSweeper
     _service: PodmanService
 
     @asynccontextmanager
     async def open(
         self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float
     ) -> AsyncIterator[PodmanRuntime]:
-        """A runtime that was never used before, removed when the block ends in any way. Raises RuntimeFault
-        when none starts.
+        """Give a runtime that was never used before, and remove it when the block ends in any way. Raises
+        RuntimeFault when none starts.
 
-        `lifetime_s` is its dead-man switch: after so many seconds it is killed even if the node, the service
-        and everything else are dead.
+        `lifetime_s` is its dead-man switch: after this many seconds it is killed even if the node, the
+        service and everything else are dead.
         """
-        async with self._pool.lent(
+        async with self._pool.lend_runtime(
             await self._pool.take(self._pool.shape(spec), session_id=session_id, lifetime_s=lifetime_s)
         ) as runtime:
             yield runtime
@@ -258,12 +263,12 @@ class Runtimes:
     async def open_prepared(
         self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
     ) -> AsyncIterator[PodmanRuntime]:
-        """As `open`, with the task's workspace in it: `prepare` has run, here or once for all. What `prepare`
-        raises is raised unchanged.
+        """Do what `open` does, with the task's workspace in the runtime: `prepare` has run, here or once for
+        all sessions. Errors of `prepare` are raised unchanged.
 
         `shared`: more than one runtime will need this workspace.
         """
-        shape, workspace = self._pool.shape(spec), self._workspace(spec)
+        shape, workspace = self._pool.shape(spec), self._task_workspace(spec)
 
         async def start(image: str | None) -> PodmanRuntime:
             return await self._pool.take(
@@ -271,10 +276,12 @@ class Runtimes:
             )
 
         if workspace is not None and self._workspaces.pays(workspace, shared=shared):
-            async with self._pool.lent(await self._workspaces.obtain(workspace, start, prepare)) as runtime:
+            async with self._pool.lend_runtime(
+                await self._workspaces.obtain(workspace, start, prepare)
+            ) as runtime:
                 yield runtime
         else:
-            async with self._pool.lent(await start(None)) as runtime:
+            async with self._pool.lend_runtime(await start(None)) as runtime:
                 await prepare(runtime)
                 yield runtime
 
@@ -282,13 +289,14 @@ class Runtimes:
     async def open_frozen(
         self, spec: RuntimeSpec, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
     ) -> AsyncIterator[PodmanRuntime]:
-        """A copy of a frozen runtime, whose processes are stopped until `follow_copy`, removed when the block
-        ends. Raises RuntimeFault where it cannot be restored, ForkError where it is of another machine.
+        """Give a copy of a frozen runtime, whose processes are stopped until `follow_copy`, and remove it
+        when the block ends. Raises RuntimeFault if it cannot be restored, ForkError if it comes from another
+        kernel.
         """
         runtime = await self._pool.starter.restore(
             self._pool.shape(spec), image, folder, session_id=session_id, lifetime_s=lifetime_s
         )
-        async with self._pool.lent(runtime):
+        async with self._pool.lend_runtime(runtime):
             yield runtime
 
     async def has_image(self, image_id: str) -> bool:
@@ -297,27 +305,27 @@ class Runtimes:
 
     @property
     def freezing_obstacle(self) -> str | None:
-        """Why sessions cannot be frozen here, as `polarnode doctor` says it; None where they can."""
+        """Why sessions cannot be frozen here, as `polarnode doctor` shows it; None if they can."""
         return self.findings.freezing_obstacle
 
-    def preparing(self, spec: RuntimeSpec) -> bool:
+    def is_preparing(self, spec: RuntimeSpec) -> bool:
         """Whether what this task needs is being prepared now, so that waiting is worthwhile."""
-        return self._workspaces.busy(self._workspace(spec))
+        return self._workspaces.busy(self._task_workspace(spec))
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
-        """Wait until that preparation is over; takes no slot and makes no call."""
-        await self._workspaces.wait_settled(self._workspace(spec))
+        """Wait until that preparation is over. It takes no slot and makes no call."""
+        await self._workspaces.wait_settled(self._task_workspace(spec))
 
     def prewarm(self, spec: RuntimeSpec, count: int) -> None:
         """Announce that `count` sessions will need a runtime for this task; the pool fills in the background,
         up to `settings.warm` of a shape.
         """
         self._pool.prewarm(
-            PrewarmRequest(shape=self._pool.shape(spec), workspace=self._workspace(spec), count=count)
+            PrewarmRequest(shape=self._pool.shape(spec), workspace=self._task_workspace(spec), count=count)
         )
 
     async def image_id(self, spec: RuntimeSpec) -> str:
-        """The id of the image that a task's containers are made of now. Raises RuntimeFault where it is
+        """The id of the image from which a task's containers are made now. Raises RuntimeFault if it is
         gone.
         """
         return await self._sweeper.client.image_id(self._pool.shape(spec).image)
@@ -348,7 +356,7 @@ class Runtimes:
             reused=workspaces.reused,
         )
 
-    def _workspace(self, spec: RuntimeSpec) -> Workspace | None:
+    def _task_workspace(self, spec: RuntimeSpec) -> Workspace | None:
         return workspace_of(spec, self._pool.shape(spec).image)
 
 
@@ -360,20 +368,22 @@ NO_CONTAINERS = (
 
 @define(eq=False, kw_only=True)
 class AbsentRuntimes:
-    """In the place of `Runtimes` for a node that runs no containers: opening one raises RuntimeFault."""
+    """Replaces `NodeRuntimes` on a node that runs no containers. Opening a runtime raises RuntimeFault."""
 
     settings: RuntimesSettings
 
     def open_prepared(
         self, spec: RuntimeSpec, *, session_id: str, lifetime_s: float, prepare: Prepare, shared: bool
     ) -> AbstractAsyncContextManager[PodmanRuntime]:
-        """Raises RuntimeFault: for what a node with containers left to be run again."""
+        """Raise RuntimeFault. It is called for sessions that an earlier node with containers left to be
+        run.
+        """
         raise RuntimeFault(NO_CONTAINERS)
 
     def open_frozen(
         self, spec: RuntimeSpec, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
     ) -> AbstractAsyncContextManager[PodmanRuntime]:
-        """Raises RuntimeFault, as `open_prepared`."""
+        """Raise RuntimeFault, as `open_prepared` does."""
         raise RuntimeFault(NO_CONTAINERS)
 
     async def has_image(self, image_id: str) -> bool:
@@ -384,21 +394,21 @@ class AbsentRuntimes:
     def freezing_obstacle(self) -> str | None:
         return NO_CONTAINERS
 
-    def preparing(self, spec: RuntimeSpec) -> bool:
+    def is_preparing(self, spec: RuntimeSpec) -> bool:
         return False
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
         await trio.lowlevel.checkpoint()
 
     async def image_id(self, spec: RuntimeSpec) -> str:
-        """Raises RuntimeFault: it has no images."""
+        """Raise RuntimeFault, because there are no images."""
         raise RuntimeFault(NO_CONTAINERS)
 
     def prewarm(self, spec: RuntimeSpec, count: int) -> None:
-        """Nothing is started for sessions that end at once."""
+        """Do nothing: no runtime is started for sessions that end at once."""
 
     def hold(self, held: bool) -> None:
-        """Nothing is started anyway."""
+        """Do nothing: no runtime is started anyway."""
 
     def statistics(self) -> RuntimesStatistics:
         return RuntimesStatistics(
@@ -407,11 +417,11 @@ class AbsentRuntimes:
 
 
 @asynccontextmanager
-async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
+async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[NodeRuntimes]:
     """Open Podman for sessions. Raises RuntimeFault with the remedies if this machine lacks a requirement.
 
-    Opening removes what killed nodes left. Close it after the sessions: warm runtimes go first, then the
-    sweeper, then the service.
+    Opening removes what killed nodes left. Close it after the sessions. Warm runtimes are removed first, then
+    the sweeper stops, then the service.
     """
     ready = await configure_store(settings.state_dir, settings.limits)
     socket = ready.store.sockets / f"{os.getpid()}-{secrets.token_hex(4)}.sock"
@@ -420,7 +430,7 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
     try:
         async with (
             open_background(service.run),
-            _pooled(settings, ready.findings, service, client, ready.store) as runtimes,
+            _open_pool(settings, ready.findings, service, client, ready.store) as runtimes,
         ):
             yield runtimes
     finally:
@@ -428,21 +438,21 @@ async def open_runtimes(settings: RuntimesSettings) -> AsyncIterator[Runtimes]:
 
 
 @asynccontextmanager
-async def _pooled(
+async def _open_pool(
     settings: RuntimesSettings,
     findings: PodmanFindings,
     service: PodmanService,
     client: ContainerClient,
     store: Store,
-) -> AsyncIterator[Runtimes]:
-    owner = this_process()
+) -> AsyncIterator[NodeRuntimes]:
+    owner = current_owner()
     watch = DiskWatch(store=store.state_dir, reserve=settings.disk_reserve_mb << 20)
     criu = None
     if findings.freezing_obstacle is None and findings.oci_runtime is not None:
         criu = Criu(
             oci_runtime=findings.oci_runtime, environment=store.environment(), configs=store.run_dir / "criu"
         )
-    starter = Starter(
+    starter = RuntimeStarter(
         client=client,
         service=service,
         findings=findings,
@@ -457,7 +467,7 @@ async def _pooled(
     forgotten = ForgottenContainers(
         storage=service.store.storage, oci_runtime=findings.oci_runtime or Path("runc")
     )
-    sweeper = Sweeper(client, owner, starter.alive, forgotten)
+    sweeper = ContainerSweeper(client, owner, starter.alive, forgotten)
     await sweeper.sweep(at_once=settings.calls)  # nothing else calls yet
     copies = PodmanCopies(api=service.socket, limiter=client.limiter, owner=owner, most=settings.prepared)
     workspaces: Workspaces[PodmanRuntime] = Workspaces(copies=copies, most=settings.prepared)
@@ -468,7 +478,7 @@ async def _pooled(
     async with AsyncExitStack() as stack:
         for run in services:
             await stack.enter_async_context(open_background(run))
-        yield Runtimes(
+        yield NodeRuntimes(
             findings=findings,
             settings=settings,
             pool=pool,

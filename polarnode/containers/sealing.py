@@ -1,10 +1,10 @@
-"""Make a container's root read-only except for writable places, in its own mount namespace, and undo it.
+"""Make a container's root read-only except for writable places, in its own mount namespace, and undo that.
 
 The layer stays one overlay, so that a copy of a prepared container keeps its workspace, and nothing is copied
-at a start. The writable places are mounted on themselves; then the root, and what Podman mounts over its
-files, is made read-only. Nobody inside can undo it: that takes a capability over the namespace, which no
-process in there has, and in a namespace of their own such mounts are locked by the kernel. Invariant:
-whatever fails on the way, a seal can undo what it changed.
+at a start. The writable places are mounted on themselves; then the root, and the mounts that Podman puts over
+its files, are made read-only. No process inside can undo that: it takes a capability over the namespace,
+which none of them has, and in a namespace of their own the kernel locks such mounts. Invariant: whatever
+fails on the way, a seal can undo what it changed.
 """
 
 import errno
@@ -18,23 +18,31 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from polarnode.containers.inside import CLONE_FS, CLONE_NEWNS, Inside, checked, enter, in_own_thread, libc
+from polarnode.containers.inside import (
+    CLONE_FS,
+    CLONE_NEWNS,
+    ContainerHandle,
+    checked,
+    enter,
+    in_own_thread,
+    libc,
+)
 from polarnode.core.errors import Refused, RuntimeFault
 
 Answer = TypeVar("Answer")
 
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x1, 0x20, 0x1000, 0x4000, 0x4_0000
 MNT_DETACH, UMOUNT_NOFOLLOW = 0x2, 0x8
-# lost at a remount unless given again; the kernel keeps the others
+# A remount loses these flags unless they are given again. The kernel keeps the others.
 KEPT_FLAGS = {"nosuid": 0x2, "nodev": 0x4, "noexec": 0x8}
 
-# mounts of the container runtime with rights of their own; nothing of them is on disk
-MACHINERY = ("/proc", "/sys", "/dev")
-SHOWN = 3  # files in the way that a refusal names
+# Mounts of the container runtime, which have rights of their own. Nothing of them is on disk.
+RUNTIME_MOUNTS = ("/proc", "/sys", "/dev")
+SHOWN = 3  # a refusal names at most this many open files
 
 
 @frozen(kw_only=True)
-class Mount:
+class ContainerMount:
     """One mount of a container: its place in there, its flags for a remount, and whether it is writable."""
 
     place: str
@@ -44,40 +52,41 @@ class Mount:
 
 @frozen(kw_only=True)
 class SealState:
-    """What a seal changed, and so what undoes it."""
+    """The changes of a seal, from which it can be undone."""
 
-    closed: tuple[Mount, ...]
+    closed: tuple[ContainerMount, ...]
     opened: tuple[str, ...]
 
 
-def seal(inside: Inside, *, writable: Sequence[str], kept: Sequence[str] = ()) -> SealState:
-    """Make everything read-only except the `writable` places, those that are folders, and mounts at or below
+def seal(inside: ContainerHandle, *, writable: Sequence[str], kept: Sequence[str] = ()) -> SealState:
+    """Make everything read-only except those `writable` places that are folders, and mounts at or below
     `kept`.
 
-    Refused where a program that a prepare step left running holds a file open for writing, in a writable
-    place or not: it opened it through the mount that is to be closed, and the kernel forbids that.
+    Raises Refused if a program that a prepare step left running holds a file open for writing, in a writable
+    place or not. The program opened the file through the mount that is to become read-only, and the kernel
+    forbids that.
     """
     mounts = mounts_of(inside.pid)
     try:
-        return in_mounts(inside, lambda: _seal(mounts, tuple(writable), tuple(kept)))
+        return run_in_mounts(inside, lambda: _seal_places(mounts, tuple(writable), tuple(kept)))
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise _busy(inside) from error
+            raise _busy_refusal(inside) from error
         raise RuntimeFault(
             f"the root of a container cannot be made read-only: {error}; set read_only = false in the task"
         ) from error
 
 
-def unseal(inside: Inside, sealed: SealState) -> None:
+def unseal(inside: ContainerHandle, sealed: SealState) -> None:
     """Undo the seal."""
     try:
-        in_mounts(inside, lambda: _unseal(sealed))
+        run_in_mounts(inside, lambda: _undo_seal(sealed))
     except OSError as error:
         raise RuntimeFault(f"the root of a container cannot be made writable again: {error}") from error
 
 
-def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
-    """Run something with the container's mounts as one's own: paths are those of the container. OSErrors are
+def run_in_mounts(inside: ContainerHandle, work: Callable[[], Answer]) -> Answer:
+    """Run something in the container's mount namespace, where paths are those of the container. OSErrors are
     raised unchanged.
     """
 
@@ -89,13 +98,13 @@ def in_mounts(inside: Inside, work: Callable[[], Answer]) -> Answer:
     return in_own_thread(entered)
 
 
-def writable_places(inside: Inside, writable: Sequence[str]) -> tuple[str, ...]:
-    """The places of a container that are folders, by their real paths, without those inside another."""
-    return in_mounts(inside, lambda: _places(tuple(writable)))
+def writable_places(inside: ContainerHandle, writable: Sequence[str]) -> tuple[str, ...]:
+    """The writable places of a container that are folders, by real path, without those inside another one."""
+    return run_in_mounts(inside, lambda: _places(tuple(writable)))
 
 
-def can_seal() -> str | None:
-    """Try it on private mounts of our own; the obstacle, None when there is none."""
+def sealing_obstacle() -> str | None:
+    """Try a seal on private mounts of the node itself. Return the obstacle; None if there is none."""
 
     def trial() -> None:
         checked(libc.unshare(CLONE_FS | CLONE_NEWNS), "unshare")
@@ -110,33 +119,35 @@ def can_seal() -> str | None:
     return None
 
 
-def mounts_of(pid: int) -> tuple[Mount, ...]:
+def mounts_of(pid: int) -> tuple[ContainerMount, ...]:
     """The mounts a process sees, outer ones first."""
     return tuple(
-        map(_mount_of, Path(f"/proc/{pid}/mountinfo").read_text(errors="surrogateescape").splitlines())
+        map(_parse_mount, Path(f"/proc/{pid}/mountinfo").read_text(errors="surrogateescape").splitlines())
     )
 
 
-def _mount_of(line: str) -> Mount:
+def _parse_mount(line: str) -> ContainerMount:
     place, text = line.split()[4:6]
     options = text.split(",")
     flags = sum(flag for name, flag in KEPT_FLAGS.items() if name in options)
-    return Mount(place=_unescaped(place), flags=flags, writable="rw" in options)
+    return ContainerMount(place=_unescape_place(place), flags=flags, writable="rw" in options)
 
 
-def _unescaped(place: str) -> str:
-    """Spaces and the like stand in mountinfo as octal numbers."""
+def _unescape_place(place: str) -> str:
+    """Decode a path of mountinfo, in which spaces and the like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place)
 
 
 # ── in the container's namespace ──────────────────────────────────────────────
 
 
-def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, ...]) -> SealState:
+def _seal_places(
+    mounts: Sequence[ContainerMount], writable: tuple[str, ...], kept: tuple[str, ...]
+) -> SealState:
     places = _places(writable)
     if "/" in places:
         return SealState(closed=(), opened=())
-    spared = (*places, *map(os.path.realpath, kept), *MACHINERY)
+    spared = (*places, *map(os.path.realpath, kept), *RUNTIME_MOUNTS)
     to_close = [mount for mount in mounts if mount.writable and not _below(mount.place, spared)]
     with ExitStack() as undo:
         for place in places:
@@ -149,7 +160,7 @@ def _seal(mounts: Sequence[Mount], writable: tuple[str, ...], kept: tuple[str, .
     return SealState(closed=tuple(to_close), opened=places)
 
 
-def _unseal(sealed: SealState) -> None:
+def _undo_seal(sealed: SealState) -> None:
     for mount in reversed(sealed.closed):
         _remount(mount.place, mount.flags)
     for place in reversed(sealed.opened):
@@ -157,7 +168,7 @@ def _unseal(sealed: SealState) -> None:
 
 
 def _places(writable: Sequence[str]) -> tuple[str, ...]:
-    """The existing folders, by their real paths, without those inside another."""
+    """The existing folders among some places, by real path, without those inside another one."""
     real = sorted({os.path.realpath(place) for place in writable if os.path.isdir(place)})
     return tuple(place for place in real if not _below(place, [other for other in real if other != place]))
 
@@ -168,7 +179,9 @@ def _below(place: str, others: Sequence[str]) -> bool:
 
 
 def _mount_on_itself(place: str) -> None:
-    """Bind it with what is mounted in it. Through the working folder, so that the path is walked once."""
+    """Bind a place on itself, with what is mounted in it. The bind goes through the working folder, so that
+    the path is resolved only once.
+    """
     opened = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fchdir(opened)
@@ -193,7 +206,7 @@ def _unmount(place: str) -> None:
 # ── what prevents a seal ─────────────────────────────────────────────────────────
 
 
-def _busy(inside: Inside) -> Refused:
+def _busy_refusal(inside: ContainerHandle) -> Refused:
     held = sorted({path for pid in inside.members() for path in _written(pid)})
     named = f" ({', '.join(held[:SHOWN])})" if held else ""
     sentence = (
@@ -204,8 +217,8 @@ def _busy(inside: Inside) -> Refused:
 
 
 def _written(pid: int) -> Iterator[str]:
-    """Plain files a process has open for writing, as it sees them."""
-    with suppress(OSError):  # it ended while we looked
+    """Yield the plain files that a process has open for writing, by the paths that it sees."""
+    with suppress(OSError):  # it ended meanwhile
         for number in os.listdir(f"/proc/{pid}/fd"):
             flags = re.search(r"flags:\s*([0-7]+)", Path(f"/proc/{pid}/fdinfo/{number}").read_text())
             is_plain = stat.S_ISREG(os.stat(f"/proc/{pid}/fd/{number}").st_mode)

@@ -1,4 +1,4 @@
-"""The node's own Podman service, on a socket only root can open, and its configuration.
+"""The node's own Podman service, on a socket that only root can open, and its configuration.
 
 containers.conf and storage.conf are written from what the probe found, because the defaults do not work
 everywhere: limits above ours are refused without CAP_SYS_RESOURCE, and crun refuses mixed cgroups. The
@@ -7,8 +7,8 @@ texts, so a file is replaced only when its text differs, in one step.
 
 The service ends with the node even when the node is killed: its shell keeps a watcher on a pipe that only the
 node holds open, and the watcher ends the whole process group when the pipe closes. (PR_SET_PDEATHSIG would
-watch the thread that started it, and Trio starts programs from threads that retire.) Containers do not depend
-on the service: one that dies is started again, and calls meanwhile fail with RuntimeFault.
+watch the thread that started the service, and Trio starts programs from threads that retire.) Containers do
+not depend on the service: a service that dies is started again, and calls meanwhile fail with RuntimeFault.
 """
 
 import errno
@@ -32,8 +32,8 @@ from polarnode.core.errors import RuntimeFault
 
 # ── configuration ─────────────────────────────────────────────────────────────
 
-# seconds an ended exec keeps its exit code: 5 was too short under load, the default 300 keeps 2
-# processes each
+# Seconds for which the exit code of an ended exec is kept. 5 was too short under load; the default of 300
+# keeps two processes for each exec.
 EXEC_KEPT_S = 60
 
 
@@ -47,7 +47,7 @@ class ConfiguredStore:
 
 
 async def configure_store(state_dir: Path, limits: Limits = "enforced") -> ConfiguredStore:
-    """Probe the machine, and make and configure the store. Raises RuntimeFault with the remedies where the
+    """Probe the machine, and make and configure the store. Raises RuntimeFault with the remedies if the
     machine lacks something.
     """
     findings = await probe(state_dir, limits)
@@ -63,10 +63,10 @@ def write_configuration(store: Store, findings: PodmanFindings) -> None:
     """Write containers.conf, storage.conf and the sessions' seccomp profiles of a store whose folders exist.
     Raises RuntimeFault where the machine's default profile cannot be used.
     """
-    _replace(store.seccomp_profile, seccomp_profile(findings))
-    _replace(traced_profile(store), seccomp_profile(findings, ptrace=True))
-    _replace(store.containers_conf, containers_conf(store, findings))
-    _replace(store.storage_conf, storage_conf(store, findings))
+    _replace_file(store.seccomp_profile, seccomp_profile(findings))
+    _replace_file(traced_profile(store), seccomp_profile(findings, ptrace=True))
+    _replace_file(store.containers_conf, containers_conf(store, findings))
+    _replace_file(store.storage_conf, storage_conf(store, findings))
 
 
 def traced_profile(store: Store) -> Path:
@@ -103,13 +103,13 @@ def containers_conf(store: Store, findings: PodmanFindings) -> str:
 
 
 def storage_conf(store: Store, findings: PodmanFindings) -> str:
-    """Where images and containers are, as TOML."""
+    """The settings for the storage of images and containers, as TOML."""
     lines = [
         "[storage]",
         f"driver = {_text(findings.driver)}",
         f"graphroot = {_text(store.storage)}",
         f"runroot = {_text(store.run_dir / 'storage')}",
-        # without root Podman reads no graphroot
+        # Without root Podman does not read graphroot.
         f"rootless_storage_path = {_text(store.storage)}",
     ]
     if findings.mount_program is not None:
@@ -118,7 +118,7 @@ def storage_conf(store: Store, findings: PodmanFindings) -> str:
 
 
 def _text(value: object) -> str:
-    """A string of TOML: a path may hold quotes and backslashes. JSON's escapes are TOML's too."""
+    """A string of TOML. A path may hold quotes and backslashes; JSON's escapes are valid in TOML too."""
     return json.dumps(str(value), ensure_ascii=False)
 
 
@@ -135,7 +135,7 @@ def seccomp_profile(findings: PodmanFindings, *, ptrace: bool = False) -> str:
     return json.dumps(session_profile(default, ptrace=ptrace), indent=1) + "\n"
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace_file(path: Path, text: str) -> None:
     if path.exists() and path.read_text() == text:
         return
     fresh = path.with_suffix(f".{os.getpid()}")
@@ -145,30 +145,40 @@ def _replace(path: Path, text: str) -> None:
 
 # ── system calls ──────────────────────────────────────────────────────────────
 
-# Refused as if the kernel lacked them, so that programs fall back. Asynchronous I/O: one session can take the
-# machine's fs.aio-max-nr; databases then use threads. io_uring: its workers and most of its attacks are the
-# kernel's own. Keys: kept by user, not by namespace. `socketcall` hides its arguments from seccomp; 32-bit
-# programs since 2016 do not use it. The rest needs capabilities that nothing in a container has.
+# These calls are refused as if the kernel lacked them, so that programs fall back. Asynchronous I/O is
+# refused because one session can take the machine's fs.aio-max-nr; databases then use threads. io_uring is
+# refused because its workers run in the kernel, as do most attacks through it. Keys are refused because the
+# kernel keeps them by user, not by namespace. `socketcall` hides its arguments from seccomp; 32-bit programs
+# since 2016 do not use it. The rest needs capabilities that nothing in a container has.
 REFUSED = (
     *("io_setup", "io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("keyctl", "add_key", "request_key", "socketcall"),
     *("bpf", "fanotify_init", "perf_event_open", "userfaultfd"),
 )
-UNIX, INET, INET6, NETLINK = 1, 2, 10, 16  # the only families of sockets; vsock (40) reaches the hypervisor
-FAMILIES = 46  # those that kernels have, and all numbers from here on
-# routes and addresses, lists of sockets, devices; not the packet filter (12) and its like
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = (
+    1,
+    2,
+    10,
+    16,
+)  # the only families of sockets; vsock (40) reaches the hypervisor
+FAMILIES = 46  # kernels have the families below; all numbers from here on are refused together
+# Routes and addresses, lists of sockets, and devices are allowed; the packet filter (12) and its like are
+# not.
 NETLINK_PROTOCOLS = (0, 4, 15)
-PROTOCOLS = 23
-# Of ptrace: a program that asks for it is traced by its parent, conmon for what the node runs. conmon
-# takes its first stop for its end, and its exit code is lost. What traces others (strace, sanitizers) works.
-TRACEME = 0
+PROTOCOL_COUNT = 23
+# A request of ptrace. A program that makes it is traced by its parent, which is conmon for programs that the
+# node runs. conmon takes the program's first stop for its end, and the exit code is lost. Programs that trace
+# others (strace, sanitizers) work.
+PTRACE_TRACEME = 0
 
 
 def session_profile(default: Mapping[str, Any], *, ptrace: bool = False) -> dict[str, Any]:
-    """The seccomp profile of sessions: a default one with less allowed. `ptrace`: TRACEME too. Pure.
+    """The seccomp profile of sessions: a default profile with less allowed. `ptrace`: TRACEME is allowed too.
+    This is a pure function.
 
-    Sockets are allowed by equality, because a rule that only refuses some numbers misses those with high bits
-    set, which the kernel ignores. Raises RuntimeFault for a default that allows what it does not name.
+    Sockets are allowed by equality, because a rule that only refuses some numbers misses numbers with high
+    bits set, which the kernel ignores. Raises RuntimeFault for a default that allows calls which it does not
+    name.
     """
     if default.get("defaultAction") != "SCMP_ACT_ERRNO" or not isinstance(default.get("syscalls"), list):
         raise RuntimeFault("the machine's default seccomp profile does not refuse unknown system calls")
@@ -179,42 +189,42 @@ def session_profile(default: Mapping[str, Any], *, ptrace: bool = False) -> dict
         if (names := [name for name in rule["names"] if name not in replaced])
     ]
     if not ptrace:
-        kept = [part for rule in kept for part in _but_traceme(rule)]
+        kept = [part for rule in kept for part in _without_traceme(rule)]
     unknown = {"defaultErrnoRet": errno.ENOSYS, "defaultErrno": "ENOSYS"}
-    return {**default, **unknown, "syscalls": [*kept, *_own_rules()]}
+    return {**default, **unknown, "syscalls": [*kept, *_socket_rules()]}
 
 
-def _but_traceme(rule: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A rule of a default profile in parts: those of ptrace allow all but TRACEME."""
+def _without_traceme(rule: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Split a rule of a default profile, so that its part about ptrace allows everything but TRACEME."""
     if others := [name for name in rule["names"] if name != "ptrace"]:
         yield {**rule, "names": others}
     if "ptrace" in rule["names"]:
         yield {
             **rule,
             "names": ["ptrace"],
-            "args": [*(rule.get("args") or ()), *_rule("ptrace", None, (0, "NE", TRACEME))["args"]],
+            "args": [*(rule.get("args") or ()), *_rule("ptrace", None, (0, "NE", PTRACE_TRACEME))["args"]],
         }
-        yield {**rule, **_rule("ptrace", "EPERM", (0, "EQ", TRACEME))}
+        yield {**rule, **_rule("ptrace", "EPERM", (0, "EQ", PTRACE_TRACEME))}
 
 
-def _own_rules() -> Iterator[dict[str, Any]]:
+def _socket_rules() -> Iterator[dict[str, Any]]:
     """The rules of sockets. Refusals come first, and allowed families have a second comparison that always
     holds: for 32-bit programs libseccomp 2.5 otherwise finds two rules of one system call, `socketcall`, and
     fails.
     """
     for family in range(FAMILIES):
-        if family not in (UNIX, INET, INET6, NETLINK):
+        if family not in (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK):
             yield _rule("socket", "EAFNOSUPPORT", (0, "EQ", family))
     yield _rule("socket", "EAFNOSUPPORT", (0, "GE", FAMILIES))
-    for protocol in range(PROTOCOLS):
+    for protocol in range(PROTOCOL_COUNT):
         if protocol not in NETLINK_PROTOCOLS:
-            yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", NETLINK), (2, "EQ", protocol))
-    yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", NETLINK), (2, "GE", PROTOCOLS))
-    for family in (UNIX, INET, INET6):
+            yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", AF_NETLINK), (2, "EQ", protocol))
+    yield _rule("socket", "EPROTONOSUPPORT", (0, "EQ", AF_NETLINK), (2, "GE", PROTOCOL_COUNT))
+    for family in (AF_UNIX, AF_INET, AF_INET6):
         yield _rule("socket", None, (0, "EQ", family), (1, "GE", 0))
     for protocol in NETLINK_PROTOCOLS:
-        yield _rule("socket", None, (0, "EQ", NETLINK), (2, "EQ", protocol))
-    yield _rule("socketpair", None, (0, "EQ", UNIX))
+        yield _rule("socket", None, (0, "EQ", AF_NETLINK), (2, "EQ", protocol))
+    yield _rule("socketpair", None, (0, "EQ", AF_UNIX))
 
 
 def _rule(name: str, error: str | None, *arguments: tuple[int, str, int]) -> dict[str, Any]:
@@ -231,26 +241,26 @@ def _rule(name: str, error: str | None, *arguments: tuple[int, str, int]) -> dic
 
 # ── the service ───────────────────────────────────────────────────────────────
 
-# seconds until the socket answers: 0.1 s quiet, 1-3 s on a loaded machine, more where a reboot left a store
-# to refresh
+# Seconds until the socket must answer. It takes 0.1 s on a quiet machine, 1-3 s on a loaded one, and more if
+# a store has to be refreshed after a reboot.
 START_S = 60.0
-END_S = 5.0  # seconds it has for the end; it holds nothing that a kill would lose
-POLL = 0.02  # seconds between looks for the socket while it starts
-# before a restart, growing, so that a service that cannot start does not eat the machine
+END_S = 5.0  # seconds that the service has to end; it holds nothing that a kill would lose
+POLL = 0.02  # seconds between checks of the socket while the service starts
+# The pauses before restarts grow, so that a service that cannot start does not take up the machine.
 RESTART_PAUSES = Backoff(first_s=0.1, longest_s=10.0, factor=4.0)
 
-# Standard input is the lifeline. A background job's own is /dev/null unless redirected, and no shell but bash
-# dups two-digit descriptors.
-WATCHED = '(read -r _; kill -KILL 0) <&3 & exec "$@" </dev/null 3<&-'
+# Standard input is the lifeline. It is passed as descriptor 3, because a background job's own input is
+# /dev/null unless redirected, and no shell but bash duplicates two-digit descriptors.
+WATCHED_SCRIPT = '(read -r _; kill -KILL 0) <&3 & exec "$@" </dev/null 3<&-'
 
-# logs of killed nodes, to find out why: kept for a week, and only if they are not empty
+# Logs of killed nodes are kept for a week, to find out why, but only if they are not empty.
 LOGS_KEPT_S = 7 * 86400.0
 
 _log = logging.getLogger(__name__)
 
 
 def sweep(store: Store) -> None:
-    """Remove the sockets of killed nodes, and of their services' logs the empty and the old ones. A file name
+    """Remove the sockets of killed nodes, and those logs of their services that are empty or old. A file name
     begins with its node's process id.
     """
     for path in (*store.sockets.glob("*.sock"), *store.log_dir.glob("*.log")):
@@ -294,7 +304,7 @@ class PodmanService:
             await trio.sleep(RESTART_PAUSES.delay(self.restarts))
             self.restarts += 1
             _log.warning("the podman service ended and is started again, for the %d. time", self.restarts)
-            with suppress(RuntimeFault):  # it is in the log; the next one may come up
+            with suppress(RuntimeFault):  # the reason is in the log, and the next start may succeed
                 async with self._started():
                     await self._wait_ended()
 
@@ -308,7 +318,7 @@ class PodmanService:
             yield
         finally:
             os.close(alive)
-            with trio.move_on_after(3 * END_S, shield=True):  # more than its own deadlines
+            with trio.move_on_after(3 * END_S, shield=True):  # more than the deadlines in `_end`
                 await self._end()
             os.close(lifeline)
 
@@ -324,10 +334,10 @@ class PodmanService:
             "0",
             f"unix://{self.socket}",
         ]
-        argv = ["sh", "-c", f"exec 3<&0; {WATCHED}", "sh", *service]
+        argv = ["sh", "-c", f"exec 3<&0; {WATCHED_SCRIPT}", "sh", *service]
         env = self.store.environment()
-        # conmon 2.1 leaves a file `oom` in the folder it was started from whenever a container meets its
-        # memory limit
+        # conmon 2.1 leaves a file `oom` in the folder from which it was started whenever a container meets
+        # its memory limit.
         self._process = await trio.lowlevel.open_process(
             argv, stdin=alive, stdout=log, stderr=log, env=env, cwd=self.store.run_dir, start_new_session=True
         )

@@ -1,13 +1,14 @@
-"""A snapshot of what is writable in a running container, as one tar, and its files put into a fresh one.
+"""Take a snapshot of the writable files of a running container as one tar, and put it into a fresh container.
 
-Everything below the writable places is in it, whether the session changed it or not: files removed since the
-image are absent, and so absent again. Owners, modes (setuid bits too), symbolic and hard links, empty folders
-and modification times to the nanosecond are kept; pipes, sockets, devices and mounts are left out and
-reported, extended attributes and access times are not kept. The tar is GNU's, which every tar reads; its last
-member holds the fractions of seconds, which that format has no field for.
+The tar has everything below the writable places, whether the session changed it or not. So files that the
+session removed are absent in the tar, and are absent again after a restore. Owners, modes (setuid bits too),
+symbolic and hard links, empty folders and modification times to the nanosecond are kept; pipes, sockets,
+devices and mounts are left out and reported; extended attributes and access times are not kept. The tar has
+GNU's format, which every tar reads; its last member holds the fractions of seconds, because that format has
+no field for them.
 
-Invariants: the source is hostile and walked as such; nothing runs in the target; an archive is only read
-whole, so that a cut one puts nothing into a container.
+Invariants: the source is hostile and is walked as such; nothing runs in the target; an archive is checked to
+be whole before it is used, so that a cut one puts nothing into a container.
 """
 
 import errno
@@ -27,14 +28,14 @@ from polarnode.containers.files import (
     FILE_FLAGS,
     FOLDER_FLAGS,
     NAMED_LIMIT,
-    NO_FILE,
+    NOT_A_FILE,
     Account,
     ContainerFiles,
     TarWriter,
     TreeEntry,
     entries,
-    opened_below,
-    opened_child,
+    open_below,
+    open_child,
     remove,
     walk,
 )
@@ -43,14 +44,14 @@ from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.support.bounded import written_whole
 
 TIMES = "polarnode-times"  # the last member; the others begin with a writable place, which is a folder
-MOUNTED = REASONS[errno.EXDEV]
-PIECE = 8 << 20  # bytes between two looks whether the caller has given up
+MOUNTED_REASON = REASONS[errno.EXDEV]
+PIECE = 8 << 20  # the most bytes that are copied at a time
 
 
 @frozen(kw_only=True)
 class SnapshotFiles:
-    """The files of a snapshot: how many, their bytes of content, what was left out, each with its reason, and
-    those that changed while they were read.
+    """The files of a snapshot: their number, their bytes of content, what was left out, each with its reason,
+    and which files changed while they were read.
     """
 
     places: tuple[str, ...]
@@ -60,21 +61,21 @@ class SnapshotFiles:
     changed: tuple[str, ...] = ()
 
     def missed(self) -> tuple[str, ...]:
-        """What was left out and is missed: not pipes and sockets, whose other ends are gone, nor mounts,
-        which a fresh container has of its own.
+        """What was left out and is a loss. Pipes and sockets are none, because their other ends are gone, and
+        mounts are none, because a fresh container has its own.
         """
-        return tuple(each for each in self.left_out if not each.endswith((NO_FILE, MOUNTED)))
+        return tuple(each for each in self.left_out if not each.endswith((NOT_A_FILE, MOUNTED_REASON)))
 
 
 # ── taking ────────────────────────────────────────────────────────────────────
 
 
 def check_size(files: ContainerFiles, places: Sequence[str], limit: int) -> None:
-    """Raise Refused where the content below the places is larger than `limit` bytes; reads no file."""
+    """Raise Refused if the content below the places is larger than `limit` bytes. No file is read."""
     size = 0
     for place in places:
-        with opened_below(files.root, place, FOLDER_FLAGS) as top:
-            for entry in (found for below in entries(top, b"") for found in walk(below, _ignored)):
+        with open_below(files.root, place, FOLDER_FLAGS) as top:
+            for entry in (found for below in entries(top, b"") for found in walk(below, _ignore_skipped)):
                 trio.from_thread.check_cancelled()
                 size += entry.lstat.st_size if entry.is_file else 0
                 if size > limit:
@@ -88,18 +89,18 @@ def _too_large(limit: int) -> Refused:
     )
 
 
-def _ignored(path: bytes, reason: str) -> None:
-    """What cannot be looked at is reported when it is archived."""
+def _ignore_skipped(path: bytes, reason: str) -> None:
+    """Ignore an entry that cannot be read, because it is reported when it is archived."""
 
 
 def archive(files: ContainerFiles, *, places: Sequence[str], to: Path, limit: int) -> SnapshotFiles:
-    """Write the tar of all that is below `places`, real paths of folders of which none is in another. An
-    incomplete one is never left. Raises Refused where the content is larger than `limit` bytes, RuntimeFault
-    where the tar cannot be written. Runs in a thread, and stops when its caller is cancelled.
+    """Write the tar of everything below `places`, which are real paths of folders, none inside another. An
+    incomplete tar is never left. Raises Refused if the content is larger than `limit` bytes, RuntimeFault if
+    the tar cannot be written. It runs in a thread, and stops when its caller is cancelled.
     """
     try:
         with written_whole(to) as sink:
-            made = _Snapshot(writer=TarWriter(sink, files.shift), limit=limit)
+            made = _SnapshotArchive(writer=TarWriter(sink, files.shift), limit=limit)
             for place in places:
                 made.add(files.root, place)
             made.finish()
@@ -115,7 +116,7 @@ def archive(files: ContainerFiles, *, places: Sequence[str], to: Path, limit: in
 
 
 @define(eq=False, kw_only=True)
-class _Snapshot:
+class _SnapshotArchive:
     """A snapshot's tar while it is written."""
 
     writer: TarWriter
@@ -128,7 +129,7 @@ class _Snapshot:
     _first_names: dict[tuple[int, int], bytes] = field(factory=dict, init=False)
 
     def add(self, root: int, place: str) -> None:
-        with opened_below(root, place, FOLDER_FLAGS) as top:
+        with open_below(root, place, FOLDER_FLAGS) as top:
             path = os.fsencode(place.strip("/"))
             self._head(TreeEntry(above=root, name=path, path=path, lstat=os.fstat(top)), tarfile.DIRTYPE)
             for below in entries(top, path):
@@ -157,7 +158,7 @@ class _Snapshot:
         elif entry.is_file:
             self._file(entry)
         else:
-            self._leave_out(entry.path, NO_FILE)
+            self._leave_out(entry.path, NOT_A_FILE)
 
     def _file(self, entry: TreeEntry) -> None:
         found = entry.lstat
@@ -169,7 +170,7 @@ class _Snapshot:
         if self.size > self.limit:
             raise _too_large(self.limit)
         try:
-            with opened_child(entry.above, entry.name, FILE_FLAGS) as opened:
+            with open_child(entry.above, entry.name, FILE_FLAGS) as opened:
                 self._head(entry, tarfile.REGTYPE, size=found.st_size)
                 self.writer.copy(opened, found.st_size)
                 after = os.fstat(opened)
@@ -200,7 +201,7 @@ class _Snapshot:
 
 def restore(tar: Path, files: ContainerFiles, places: Sequence[str]) -> int:
     """Make the places of a container, in which nothing runs, equal to a snapshot's; return the bytes written.
-    Raises RuntimeFault where the archive is not whole or something cannot be written. Runs in a thread.
+    Raises RuntimeFault if the archive is not whole or something cannot be written. It runs in a thread.
     """
     try:
         with tarfile.open(tar, errorlevel=2, encoding="utf-8", errors="surrogateescape") as opened:
@@ -208,7 +209,7 @@ def restore(tar: Path, files: ContainerFiles, places: Sequence[str]) -> int:
             for place in places:
                 _clear(files, place)
             with open(tar, "rb", buffering=0) as content:
-                return _Restored(files=files, content=content.fileno()).put(members)
+                return _PlaceRestorer(files=files, content=content.fileno()).put(members)
     except (OSError, tarfile.TarError) as error:
         why = reason_of(error) if isinstance(error, OSError) else str(error)
         raise RuntimeFault(f"the snapshot {tar.name} could not be restored: {why}") from error
@@ -231,9 +232,9 @@ def _whole(opened: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, int]]:
 
 
 def _clear(files: ContainerFiles, place: str) -> None:
-    """Empty a place, but for what is mounted there; make it where the image lacks it."""
+    """Empty a place, except for what is mounted there. Make the place if the image lacks it."""
     with suppress(FileNotFoundError):
-        with opened_below(files.root, place, FOLDER_FLAGS) as top:
+        with open_below(files.root, place, FOLDER_FLAGS) as top:
             for name in os.listdir(top):
                 remove(top, os.fsencode(name))
         return
@@ -241,7 +242,7 @@ def _clear(files: ContainerFiles, place: str) -> None:
 
 
 @define(eq=False, kw_only=True)
-class _Restored:
+class _PlaceRestorer:
     """A container while a snapshot's files are put into it. `content` is the tar, open."""
 
     files: ContainerFiles
@@ -256,9 +257,9 @@ class _Restored:
                 trio.from_thread.check_cancelled()
                 folder, _, name = member.name.rpartition("/")
                 self._put(self._open(folder), name, member, at_ns)
-            for member, at_ns in reversed(self._folders):  # once nothing more is written in them
-                with opened_below(self.files.root, f"/{member.name}", FOLDER_FLAGS) as made:
-                    self._dress(made, member, at_ns)
+            for member, at_ns in reversed(self._folders):  # nothing more is written in them
+                with open_below(self.files.root, f"/{member.name}", FOLDER_FLAGS) as made:
+                    self._set_attributes(made, member, at_ns)
         finally:
             self._leave()
         return self.size
@@ -266,7 +267,7 @@ class _Restored:
     def _open(self, folder: str) -> int:
         if self._above is None or self._above[0] != folder:
             self._leave()
-            with opened_below(self.files.root, f"/{folder}", FOLDER_FLAGS) as opened:
+            with open_below(self.files.root, f"/{folder}", FOLDER_FLAGS) as opened:
                 self._above = (folder, os.dup(opened))
         return self._above[1]
 
@@ -286,12 +287,12 @@ class _Restored:
             os.utime(name, ns=(at_ns, at_ns), dir_fd=above, follow_symlinks=False)
         elif member.islnk():
             folder, _, first = member.linkname.rpartition("/")
-            with opened_below(self.files.root, f"/{folder}", FOLDER_FLAGS) as there:
+            with open_below(self.files.root, f"/{folder}", FOLDER_FLAGS) as there:
                 os.link(first, name, src_dir_fd=there, dst_dir_fd=above, follow_symlinks=False)
         elif member.isreg():
             with _made(above, name) as made:
                 self._copy(made, member)
-                self._dress(made, member, at_ns)
+                self._set_attributes(made, member, at_ns)
         else:
             raise tarfile.TarError(f"{member.name} is of a kind that no snapshot has")
 
@@ -304,7 +305,7 @@ class _Restored:
             place += sent
         self.size += member.size
 
-    def _dress(self, made: int, member: tarfile.TarInfo, at_ns: int) -> None:
+    def _set_attributes(self, made: int, member: tarfile.TarInfo, at_ns: int) -> None:
         """Set owner, mode and time, in this order: a change of owner takes bits of the mode away."""
         os.fchown(made, *self._ids(member))
         os.fchmod(made, member.mode & 0o7777)

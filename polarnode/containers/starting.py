@@ -1,9 +1,9 @@
 """How a runtime is made: a fresh container of a shape, or a copy of a frozen one.
 
-A fresh one: create, init, volumes, endpoint, workdir, start. The order is what makes the endpoint reliable:
-`init` makes the namespaces, the listener is made in them, what is mounted is compared with what is allowed,
-and only then does anything run. A copy is restored in place of init and start, with its processes stopped,
-and its listener is made before they go on. A start that fails leaves nothing.
+The steps for a fresh container are create, init, volumes, endpoint, workdir, start. This order makes the
+endpoint reliable: `init` makes the namespaces, the listener is made in them, the mounted folders are compared
+with the allowed ones, and only then does anything run. A copy is restored in place of init and start, with
+its processes stopped, and its listener is made before they are continued. A start that fails leaves nothing.
 """
 
 import itertools
@@ -18,28 +18,33 @@ from pathlib import Path
 import trio
 from attrs import define, evolve, field
 
-from polarnode.containers.below import Below
+from polarnode.containers.below import DetachedProgram
 from polarnode.containers.client import ContainerClient, InitialisedContainer, PlacedContainer
 from polarnode.containers.container import (
     FIRST_SHIFT,
     LABEL_NODE,
     LABEL_OWNER,
     LABEL_SESSION,
-    SLOTS,
+    SHIFT_RANGES,
     OpenVolumes,
     Owner,
     Shape,
     container_spec,
     open_volumes,
 )
-from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of, freezer_of
+from polarnode.containers.control_groups import Group, UncountedGroup, control_group_of, freezer_file
 from polarnode.containers.criu import Criu
 from polarnode.containers.disk import DiskWatch, WatchedContainer, WritableLayer
-from polarnode.containers.exec import Execs
+from polarnode.containers.exec import ExecRunner
 from polarnode.containers.files import Account, ContainerFiles
-from polarnode.containers.freezing import Freeze
-from polarnode.containers.frozen import Frost, check_machine, restore_into, seal_of
-from polarnode.containers.inside import Inside, limit_user_namespace, look_inside, open_model_endpoint
+from polarnode.containers.freezing import ContainerFreeze
+from polarnode.containers.frozen import FrozenImageWriter, check_machine, restore_into, seal_of
+from polarnode.containers.inside import (
+    ContainerHandle,
+    limit_user_namespace,
+    open_handle,
+    open_model_endpoint,
+)
 from polarnode.containers.probe import PodmanFindings
 from polarnode.containers.runtime import REMOVE_S, PodmanRuntime
 from polarnode.containers.service import PodmanService
@@ -48,21 +53,21 @@ from polarnode.core.errors import RuntimeFault, boundary
 from polarnode.core.snapshots import FrozenImage
 from polarnode.support.bounded import remember
 
-FILES_TIMES = 10_000  # images whose time is cached: more than a store has
+MAX_FILES_TIMES = 10_000  # images whose time is cached: more than a store has
 
 _log = logging.getLogger(__name__)
 
 
-def _shifts() -> Iterator[int]:
-    """Ranges of user ids, one for each container; nodes begin at different places."""
+def _id_shifts() -> Iterator[int]:
+    """Yield ranges of user ids, one for each container. Nodes begin at different ranges."""
     first = os.getpid() * 64
-    return (FIRST_SHIFT + IDS * ((first + slot) % SLOTS) for slot in itertools.count())
+    return (FIRST_SHIFT + IDS * ((first + slot) % SHIFT_RANGES) for slot in itertools.count())
 
 
 @define(eq=False, kw_only=True)
-class Starter:
-    """Starts containers for one node. `alive` are the ids it has not removed yet, which the sweeper must
-    skip, `frozen` those whose programs are stopped.
+class RuntimeStarter:
+    """Starts containers for one node. `alive` are the names of the containers that it has not removed yet,
+    which the sweeper must skip; `frozen` are the names of those whose programs are stopped.
     """
 
     client: ContainerClient
@@ -77,11 +82,11 @@ class Starter:
     criu: Criu | None = None  # None where containers cannot be frozen into files
     alive: set[str] = field(factory=set, init=False)
     frozen: set[str] = field(factory=set, init=False)
-    _shift: Iterator[int] = field(factory=_shifts, init=False)
+    _shift: Iterator[int] = field(factory=_id_shifts, init=False)
     _files_times: dict[str, int] = field(factory=dict, init=False)  # of images, by id
 
     async def start(self, shape: Shape, *, session_id: str, lifetime_s: float) -> PodmanRuntime:
-        """A fresh runtime. If it raises RuntimeFault, nothing of the runtime remains."""
+        """Start a fresh runtime. If that raises RuntimeFault, nothing of the runtime remains."""
         shift = next(self._shift) if self.findings.user_namespaces else 0
         name = f"polarnode-{secrets.token_hex(8)}"
         self.alive.add(name)
@@ -99,7 +104,7 @@ class Starter:
             files = ContainerFiles(root=inside.root, shift=shift)
             account = await trio.to_thread.run_sync(_prepare, files, shape, name, files_time)
             await self.client.start(name)
-            runtime = self.assembled(
+            runtime = self.assemble_runtime(
                 shape,
                 name,
                 inside,
@@ -116,9 +121,9 @@ class Starter:
     async def restore(
         self, shape: Shape, image: FrozenImage, folder: Path, *, session_id: str, lifetime_s: float
     ) -> PodmanRuntime:
-        """A runtime whose processes are those of the image in `folder`, stopped, with its endpoint
-        listening. `shape` is that of the frozen one. If it raises RuntimeFault or ForkError, nothing of it
-        remains.
+        """Restore a runtime with the processes of the image in `folder`, which are stopped, and with its
+        endpoint listening. `shape` is the shape of the frozen one. If that raises RuntimeFault or ForkError,
+        nothing of the runtime remains.
         """
         if self.criu is None:
             raise RuntimeFault("this machine cannot restore frozen containers: see `polarnode doctor`")
@@ -138,7 +143,7 @@ class Starter:
             files = ContainerFiles(root=inside.root, shift=image.shift)
             account = await trio.to_thread.run_sync(files.account, shape.user)
             files_time = await self.files_time(image.image_id)
-            runtime = self.assembled(
+            runtime = self.assemble_runtime(
                 shape,
                 name,
                 inside,
@@ -162,7 +167,7 @@ class Starter:
         folder: Path,
         session_id: str,
         lifetime_s: float,
-    ) -> tuple[Inside, PlacedContainer]:
+    ) -> tuple[ContainerHandle, PlacedContainer]:
         with ExitStack() as opened:
             sources = await trio.to_thread.run_sync(
                 opened.enter_context, open_volumes(shape.volumes, self.allowed_volumes)
@@ -172,15 +177,15 @@ class Starter:
             )
             placed = await self.client.placed(name)
             await restore_into(placed, name, self.client, criu, image, folder)
-            inside = look_inside(await self.client.first_process(name))
+            inside = open_handle(await self.client.first_process(name))
             await self.bounded(inside, sources)
         return inside, placed
 
-    def assembled(
+    def assemble_runtime(
         self,
         shape: Shape,
         name: str,
-        inside: Inside,
+        inside: ContainerHandle,
         endpoint: socket.socket,
         files: ContainerFiles,
         account: Account,
@@ -190,25 +195,25 @@ class Starter:
         expires: float,
         image: FrozenImage | None = None,
     ) -> PodmanRuntime:
-        """The runtime of a started container, or of a copy of a frozen one, `image`. Raises RuntimeFault
-        where it has ended since.
+        """Assemble the runtime of a started container, or of a copy of the frozen one `image`. Raises
+        RuntimeFault if the container has ended since.
         """
         with boundary(RuntimeFault, "a container ended as it started"):
-            freezer = freezer_of(inside.pid) if self.findings.freezes else None
+            freezer = freezer_file(inside.pid) if self.findings.freezes else None
             group = self._group(inside)
-        freeze = Freeze(
+        freeze = ContainerFreeze(
             container=name,
             client=self.client,
             frozen=self.frozen,
             possible=self.findings.freezes,
             freezer=freezer,
         )
-        execs = Execs(
+        execs = ExecRunner(
             service=self.service, container=name, inside=inside, limiter=self.client.limiter, freeze=freeze
         )
         frost = None
         if self.criu is not None and layer is not None:
-            frost = Frost(
+            frost = FrozenImageWriter(
                 criu=self.criu,
                 client=self.client,
                 name=name,
@@ -231,8 +236,8 @@ class Starter:
             execs=execs,
             watched=self._watch_disk(name, shape, inside, layer, freeze, group),
             freeze=freeze,
-            below=Below(inside=inside, execs=execs, freeze=freeze, shift=files.shift),
-            frost=frost,
+            below=DetachedProgram(inside=inside, execs=execs, freeze=freeze, shift=files.shift),
+            image_writer=frost,
             client=self.client,
             on_close=self._forget,
             sealed=None if image is None else seal_of(image),
@@ -240,7 +245,7 @@ class Starter:
 
     async def _made(
         self, shape: Shape, name: str, *, session_id: str, lifetime_s: float, shift: int
-    ) -> tuple[Inside, InitialisedContainer]:
+    ) -> tuple[ContainerHandle, InitialisedContainer]:
         """Make a container with its namespaces and volumes, in which nothing runs yet."""
         with ExitStack() as opened:
             sources = await trio.to_thread.run_sync(
@@ -248,7 +253,7 @@ class Starter:
             )
             await self.create(shape, name, sources, session_id=session_id, lifetime_s=lifetime_s, shift=shift)
             initialised = await self.client.init(name)
-            inside = look_inside(initialised.pid)
+            inside = open_handle(initialised.pid)
             await self.bounded(inside, sources)
         return inside, initialised
 
@@ -262,7 +267,7 @@ class Starter:
         lifetime_s: float,
         shift: int,
     ) -> None:
-        """Create a container, of which nothing is made yet."""
+        """Create a container. Its namespaces and mounts are made later."""
         labels = {LABEL_NODE: self.node_id, LABEL_SESSION: session_id, LABEL_OWNER: self.owner.label()}
         spec = container_spec(
             shape,
@@ -277,13 +282,14 @@ class Starter:
         )
         await self.client.create(spec)
 
-    async def bounded(self, inside: Inside, sources: OpenVolumes) -> None:
-        """Compare what is mounted in a container with what was checked, and bound what no limit of its own
-        does. Closes `inside` where that fails.
+    async def bounded(self, inside: ContainerHandle, sources: OpenVolumes) -> None:
+        """Compare the folders mounted in a container with those that were checked, and limit what none of its
+        own limits covers. If that fails, `inside` is closed.
         """
         try:
             sources.check_mounted(inside.root)
-            # the kernel ends the agent's programs for their memory, and not the container they are in
+            # When memory is used up, the kernel then ends the agent's programs, and not the container's first
+            # process.
             inside.spare()
             with boundary(RuntimeFault, "a container's sockets could not be bounded"):
                 self._group(inside).limit_sockets()
@@ -296,13 +302,19 @@ class Starter:
     async def files_time(self, image: str) -> int:
         """The modification time of files placed in containers of an image, in seconds since 1970."""
         if image not in self._files_times:
-            remember(self._files_times, image, await self.client.files_time(image), most=FILES_TIMES)
+            remember(self._files_times, image, await self.client.files_time(image), most=MAX_FILES_TIMES)
         return self._files_times[image]
 
     def _watch_disk(
-        self, name: str, shape: Shape, inside: Inside, layer: Path | None, freeze: Freeze, group: Group
+        self,
+        name: str,
+        shape: Shape,
+        inside: ContainerHandle,
+        layer: Path | None,
+        freeze: ContainerFreeze,
+        group: Group,
     ) -> WatchedContainer:
-        """Watch its disk, where there is a layer to measure."""
+        """Watch the container's disk, if it has a layer to measure."""
 
         async def end() -> None:
             await freeze.thaw_for_good()
@@ -316,7 +328,7 @@ class Starter:
             self.watch.add(watched)
         return watched
 
-    def _group(self, inside: Inside) -> Group:
+    def _group(self, inside: ContainerHandle) -> Group:
         return control_group_of(inside.pid) if self.findings.limits else UncountedGroup(inside.members)
 
     def _forget(self, name: str) -> None:
@@ -335,11 +347,11 @@ class Starter:
 
 
 def _prepare(files: ContainerFiles, shape: Shape, name: str, files_time: int) -> Account:
-    """Make the workdir, fix the mode of `/`, and look up the user. What a listing shows of these is equal in
-    all containers of an image; so is /etc/hosts, where Podman puts the container's name.
+    """Make the workdir, fix the mode of `/`, and look up the user. Listings show the same in all containers
+    of an image. The container's name, which Podman puts into /etc/hosts, is removed for the same reason.
     """
     account = files.account(shape.user)
-    files.own_top(files_time)
+    files.prepare_root(files_time)
     files.forget_host(name)
     files.make_folder(shape.workdir, account, at_s=files_time)
     return account

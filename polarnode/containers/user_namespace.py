@@ -1,9 +1,9 @@
-"""A node without root: the user namespace in which it is root of its own ids.
+"""A node without root enters a user namespace in which it is root of its own ids.
 
-Podman keeps one namespace for each user of a machine, with the ids that /etc/subuid and /etc/subgid give
-them, and holds it by a process of its own. A node enters that one, so that several nodes and `podman` see the
-same containers; the program is replaced (exec), so that its process id, its signals and its end are its own.
-Invariant: a process that is root already, here or in a namespace, is left as it is.
+Podman keeps one namespace for each user of a machine, with the ids that /etc/subuid and /etc/subgid give to
+the user, and a process of Podman holds it open. A node enters that namespace, so that several nodes and
+`podman` see the same containers. The program is replaced (exec), so that the node keeps its process id and
+gets its signals itself. Invariant: a process that is root already, here or in a namespace, is left as it is.
 """
 
 import os
@@ -19,43 +19,49 @@ from attrs import frozen
 
 from polarnode.core.errors import RuntimeFault
 
-ALL_IDS: Final = (1 << 32) - 1  # of the first user namespace
-# ids that a container has: as many as images use (`nobody` is 65534), and as many as Debian gives a user
+ALL_IDS: Final = (1 << 32) - 1  # the number of ids in the first user namespace
+# The number of ids in a container: as many as images use (`nobody` is 65534), and as many as Debian gives a
+# user.
 IDS: Final = 65536
-# seconds for Podman to make its namespace: 0.3 quiet
+# Seconds that Podman may take to make its namespace; 0.3 on a quiet machine.
 ENTER_S: Final = 30.0
 # Podman's own names for a process that it has already put into its namespace
-CONFIGURED, USER, GROUP = (
+CONFIGURED_VARIABLE, USER, GROUP = (
     "_CONTAINERS_USERNS_CONFIGURED",
     "_CONTAINERS_ROOTLESS_UID",
     "_CONTAINERS_ROOTLESS_GID",
 )
-PASSED_ON = (CONFIGURED, USER, GROUP, "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
-# Into the working directory again, by its name: the one brought along is of the other mount namespace,
-# and has no name in this one, so that `podman build DIR` did not find a relative DIR
-FOUND_AGAIN = 'cd "$0" 2>/dev/null; exec "$@"'
-HOLDERS = ("catatonit", "podman pause", "podman")  # what Podman keeps in it, by its version
-ADMINISTRATOR = (
+PASSED_VARIABLES = (CONFIGURED_VARIABLE, USER, GROUP, "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS")
+# Enters the working directory again, by its name. The inherited one belongs to the other mount namespace and
+# has no name in this one, so that `podman build DIR` would not find a relative DIR.
+RETURN_TO_DIR = 'cd "$0" 2>/dev/null; exec "$@"'
+HOLDER_PROGRAMS = (
+    "catatonit",
+    "podman pause",
+    "podman",
+)  # the process that Podman keeps in it, by Podman's version
+ADMINISTRATOR_REMEDY = (
     "an administrator has to run, once: apt-get install --no-install-recommends podman uidmap catatonit;"
     " usermod --add-subuids 100000-165535 --add-subgids 100000-165535 YOUR_NAME; without it, --no-containers"
     " takes captures"
 )
 
 
-Limits = Literal["enforced", "best_effort"]  # whether a node starts where a session's limit is not kept
+# Whether a node starts on a machine that does not enforce every limit of a session.
+Limits = Literal["enforced", "best_effort"]
 
 
 @frozen(kw_only=True)
-class Rights:
-    """`kind`: root of the machine, root of a user namespace, or a user. `ids`: user ids from 0 that there
-    are in a row.
+class ProcessRights:
+    """The rights of a process. `kind`: root of the machine, root of a user namespace, or a user. `ids`: how
+    many consecutive user ids from 0 on there are.
     """
 
     kind: Literal["root", "namespace", "user"]
     ids: int
 
 
-def read_rights(proc: Path = Path("/proc/self")) -> Rights:
+def read_rights(proc: Path = Path("/proc/self")) -> ProcessRights:
     """What this process may do."""
     ids = 0
     for line in (proc / "uid_map").read_text().splitlines():
@@ -63,34 +69,34 @@ def read_rights(proc: Path = Path("/proc/self")) -> Rights:
         if inside == ids:
             ids += count
     if os.geteuid() != 0:
-        return Rights(kind="user", ids=ids)
-    return Rights(kind="root" if ids >= ALL_IDS else "namespace", ids=ids)
+        return ProcessRights(kind="user", ids=ids)
+    return ProcessRights(kind="root" if ids >= ALL_IDS else "namespace", ids=ids)
 
 
 def enter_user_namespace(argv: Sequence[str] = sys.orig_argv) -> None:
-    """Replace this program by itself as root of the user's namespace; return where it is root already.
-    Raises RuntimeFault with what is missing.
+    """Replace this program by itself as root of the user's namespace. Return if it is root already. Raises
+    RuntimeFault, which says what is missing.
     """
     if os.geteuid() == 0:
         return
-    if CONFIGURED in os.environ:
-        raise RuntimeFault(f"{CONFIGURED} is set, and this process is not root: unset it")
+    if CONFIGURED_VARIABLE in os.environ:
+        raise RuntimeFault(f"{CONFIGURED_VARIABLE} is set, and this process is not root: unset it")
     pause = _pause_process()
     nsenter = shutil.which("nsenter")
     if nsenter is None:
         raise RuntimeFault("nsenter is not installed: apt-get install util-linux")
-    own = {CONFIGURED: "done", USER: str(os.getuid()), GROUP: str(os.getgid())}
+    own = {CONFIGURED_VARIABLE: "done", USER: str(os.getuid()), GROUP: str(os.getgid())}
     words = ["--user", "--mount", "--target", str(pause), "--setuid", "0", "--setgid", "0", "--wd=."]
-    within = ["sh", "-c", FOUND_AGAIN, os.getcwd()]
+    within = ["sh", "-c", RETURN_TO_DIR, os.getcwd()]
     os.execve(nsenter, [nsenter, *words, "--", *within, sys.executable, *argv[1:]], {**os.environ, **own})
 
 
 def _pause_process() -> int:
-    """The process that holds the namespace of this user; Podman begins it where it does not run."""
+    """The process that holds the namespace of this user. Podman starts it if it does not run."""
     podman = shutil.which("podman")
     if podman is None or shutil.which("newuidmap") is None:
         missing = "podman" if podman is None else "newuidmap"
-        raise RuntimeFault(f"this user is not root, and {missing} is not installed: {ADMINISTRATOR}")
+        raise RuntimeFault(f"this user is not root, and {missing} is not installed: {ADMINISTRATOR_REMEDY}")
     try:
         done = subprocess.run(
             [podman, "unshare", "sh", "-c", "readlink /proc/self/ns/user; cat /proc/self/uid_map"],
@@ -106,12 +112,12 @@ def _pause_process() -> int:
     namespace, *ranges = done.stdout.splitlines() or [""]
     if done.returncode != 0 or not ranges:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise RuntimeFault(f"podman gives this user no user namespace ({reason}): {ADMINISTRATOR}")
+        raise RuntimeFault(f"podman gives this user no user namespace ({reason}): {ADMINISTRATOR_REMEDY}")
     ids = sum(int(line.split()[2]) for line in ranges)
     if ids < IDS:
         raise RuntimeFault(
             f"this user is not root and has {ids} ids of its own, where containers need {IDS}:"
-            f" {ADMINISTRATOR}"
+            f" {ADMINISTRATOR_REMEDY}"
         )
     return _holder(namespace)
 
@@ -122,7 +128,7 @@ def _holder(namespace: str) -> int:
             if (
                 folder.name.isdigit()
                 and os.readlink(folder / "ns" / "user") == namespace
-                and (folder / "comm").read_text().strip() in HOLDERS
+                and (folder / "comm").read_text().strip() in HOLDER_PROGRAMS
             ):
                 return int(folder.name)
     raise RuntimeFault(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Int32Array = array[int]
     Float32Array = array[float]
 else:
-    # `array` takes no parameters at run time, so a mark tells the codecs what an array holds
+    # `array` takes no parameters at run time, so an annotation tells the codecs what an array holds.
     Int32Array = Annotated[array, "int32"]
     Float32Array = Annotated[array, "float32"]
 
@@ -71,7 +71,7 @@ class TopLogprobs:
         found = TopLogprobs(
             k=k, ids=array("i", bytes(4 * k * self.rows)), logprobs=array("f", bytes(4 * k * self.rows))
         )
-        for column in range(k):  # as memory, a column at a time
+        for column in range(k):  # copied as memory, one column at a time
             found.ids[column::k] = self.ids[column :: self.k]
             found.logprobs[column::k] = self.logprobs[column :: self.k]
         return found

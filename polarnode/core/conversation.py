@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from attrs import asdict, evolve, field, frozen
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-# a JSON list kept as text, "" for an empty one; in JSON it is the list
+# A JSON list that is kept as text, "" for an empty one. In JSON it is written as the list.
 JsonText = Annotated[str, "JSON"]
 Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "tool_calls", "length", "stop_string", "abort", "error"]
@@ -165,10 +165,10 @@ class ModelRequest:
     conversation: Conversation
     sampling: Sampling
     stream: bool = False
-    include_usage: bool = True  # chat: only when stream_options asks for it
+    include_usage: bool = True  # in Chat Completions only if stream_options asks for it
     hints: Mapping[str, str] = field(factory=dict)
     ignored: tuple[str, ...] = ()  # JSON paths of fields that were read and not used
-    # notes for the turn: requests that can only be met in part
+    # The turn keeps these notes of requests that can be met only in part.
     notes: tuple[str, ...] = ()
     constraint: Constraint | None = None
     choices: int = 1
@@ -217,7 +217,7 @@ class ThinkingDelta:
     text: str
 
 
-# a call is held back until it is complete (harnesses.md 14.8, 14.9)
+# A call is held back until it is complete.
 Delta = TextDelta | ThinkingDelta | ToolCall
 
 
@@ -254,7 +254,7 @@ class Answer:
     finish_reason: FinishReason
     stop_string: str | None = None
     malformed_calls: int = 0
-    # of the visible text, where they were requested
+    # The logprobs are those of the visible text, if they were requested.
     logprobs: tuple[TokenLogprob, ...] = field(default=(), metadata=json_key(None))
 
     @property

@@ -1,8 +1,8 @@
-"""Where a reader of a log is, and the text of it, which readers carry as it is. Pure.
+"""The position of a reader in a log, and its text, which readers keep unchanged. Pure.
 
 A node alone writes the bare number of the last event. The events of a log that nodes share are numbered by
-one database, which may be restored or replaced by its standby: there the text names the log too, so that a
-reader of a history that was lost is told so. A bare number stands for a position of the log as it is now.
+one database, which may be restored or replaced by its standby. There the text names the log too, so that a
+reader learns when the history that it read was lost. A bare number is a position in the log as it is now.
 """
 
 import re
@@ -12,17 +12,15 @@ from attrs import frozen
 
 from polarnode.core.errors import Refused
 
-# of a cursor, as a regular expression; 10,000 events a second have 18 digits in 3 million years
+# This regular expression matches a cursor. 10,000 events a second reach 18 digits in 3 million years.
 TEXT: Final = r"(?:[0-9A-Za-z-]{1,64}:)?[0-9]{1,18}"
-# what a fleet of an earlier release gave its readers: a number for each of its journals
-OLD_FLEET: Final = re.compile(r"v[0-9A-Za-z_-]*")
+# A fleet of an earlier release gave its readers these: a number for each of its journals.
+OLD_FLEET_CURSOR: Final = re.compile(r"v[0-9A-Za-z_-]*")
 
 
 @frozen(kw_only=True)
 class Cursor:
-    """Where a reader is: after the event at `position` of the log named `log`. "" stands for the log as it is
-    now.
-    """
+    """A position after the event number `position` of the log named `log`; "" is the log as it is now."""
 
     position: int = 0
     log: str = ""
@@ -31,7 +29,7 @@ class Cursor:
     def read(cls, text: str, path: str | None = None) -> "Cursor":
         """The cursor that was written as `text`. Raises Refused, with the field's `path`."""
         field = (path or "a cursor").lstrip("?$.")
-        if OLD_FLEET.fullmatch(text):
+        if OLD_FLEET_CURSOR.fullmatch(text):
             raise Refused(
                 f"{field} is a position in a fleet of an earlier release, whose journals this log does not"
                 " have: leave it out, to go on after the consumer's position or from the oldest event",

@@ -8,7 +8,7 @@ class here, and wrap the call, for each new boundary. No other code catches `Exc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MESSAGE_CHARS = 8000  # four ends of a log; what a client wrote may be in it, at any length
+MAX_MESSAGE_CHARS = 8000  # the ends of four logs; a message may quote a client's text of any length
 
 
 def shortened(text: str, limit: int) -> str:
@@ -21,18 +21,18 @@ def shortened(text: str, limit: int) -> str:
 
 class PolarnodeError(Exception):
     """The base of all errors that polarnode raises on purpose. Its text is one sentence for the user who can
-    act on it, of at most MESSAGE_CHARS characters.
+    act on it, of at most MAX_MESSAGE_CHARS characters.
     """
 
     boundary = "node"
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(shortened(message, MESSAGE_CHARS))
+        super().__init__(shortened(message, MAX_MESSAGE_CHARS))
 
 
 class Refused(PolarnodeError):
-    """The caller's fault: a request or a task that is not accepted. `path` names the field in the manner of
-    JSON path (`$.messages[0].role`).
+    """A request or a task is not accepted, which is the caller's fault. `path` names the field as a JSON path
+    (`$.messages[0].role`).
     """
 
     boundary = "client"
@@ -62,7 +62,7 @@ class EngineRefusal(Refused):
 
 
 class ForkError(Refused):
-    """A session that was to go on from a state of another one and is not in that state. Trying again gives
+    """A session should go on from a state of another session, and is not in that state. Trying again gives
     the same.
     """
 
@@ -124,8 +124,9 @@ class RuntimeFault(PolarnodeError):
 
 
 class ContentFault(RuntimeFault):
-    """What is in a container stands in the way: a link where a file is to be written, a user that is gone, a
-    container whose memory was used up. In one that an agent worked in it is the agent's doing.
+    """The content of a container prevents an operation: a link stands where a file is to be written, a user
+    is gone, or the container's memory is used up. In a container that an agent worked in, the agent caused
+    it.
     """
 
 
@@ -142,7 +143,7 @@ class EvaluatorError(PolarnodeError):
 
 
 class SpoiltRuntime(EvaluatorError):
-    """Nothing can be run in a container any more, because of what ran in it."""
+    """Nothing can run in a container any more, because of what ran in it before."""
 
 
 class JournalError(PolarnodeError):
@@ -152,7 +153,7 @@ class JournalError(PolarnodeError):
 
 
 class Unreadable(JournalError):
-    """What the journal holds cannot be given: its row is damaged, or it cannot be written as JSON. Trying
+    """An entry of the journal cannot be returned: its row is damaged, or it cannot be written as JSON. Trying
     again gives the same.
     """
 

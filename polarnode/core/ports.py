@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
     """A model's tokenizer and chat template, loaded. `control` maps every added token's text to its id."""
 
     @property
-    def vocab_size(self) -> int: ...  # ids in the model's embedding, not only those the tokenizer knows
+    def vocab_size(self) -> int: ...  # ids of the embedding, including those unknown to the tokenizer
 
     @property
     def control(self) -> Mapping[str, int]: ...
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 @frozen(kw_only=True)
-class Steering:
+class LogitSteering:
     """A logit processor of the engine's own kind, and its parameters. Tests use it to make answers
     predictable, research to change sampling.
 
@@ -77,7 +77,7 @@ class GenerateOrder:
     chain: str = ""
     constraint: Constraint | None = None
     top_logprobs: int = 0
-    steering: Steering | None = None
+    steering: LogitSteering | None = None
     constraint_after: int | None = None
     routed_from: int | None = None
     adapter: str = ""
@@ -137,10 +137,10 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class WithheldChunks(Protocol):
-    """Chunks of which some may have arrived and wait for others."""
+    """A stream of chunks of which some may have arrived and wait for others."""
 
     def withheld(self) -> Chunk | None:
-        """What has arrived and no reader was woken for; None where that is nothing."""
+        """The tokens that have arrived without a reader being woken; None if there are none."""
 
 
 class Engine(Protocol):
@@ -151,7 +151,7 @@ class Engine(Protocol):
     def generate(self, order: GenerateOrder) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
 
-# what shells and Podman mean by an exit code
+# Shells and Podman give these exit codes the following meanings.
 NOT_RUN: Final = {
     126: "a program could not be executed",
     127: "a program was not found in its image",
@@ -225,8 +225,8 @@ class TimedProgram:
 
 
 @frozen(kw_only=True)
-class TimedEnd:
-    """How it ended: `ended` is None where the time was over. `seconds`: how long it took."""
+class TimedResult:
+    """How a timed program ended: `ended` is None if its time was over. `seconds`: how long it took."""
 
     ended: Ended | None
     seconds: float
@@ -236,9 +236,9 @@ Work = TypeVar("Work")
 
 
 class Clock(Protocol):
-    """The node's own clock. No program in a container can stop it."""
+    """The node's own clock, which no program in a container can stop."""
 
-    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedResult:
         """Run a program to its end or until its time is over, then end every process in its runtime."""
 
     async def beside(

@@ -30,7 +30,7 @@ from polarnode.core.conversation import Message, ToolCall
 # characters without which it cannot stand in a text: seconds with a fraction, as test runners and Codex print
 # them, Codex's chunk ids, Gemini CLI's process groups, Pi's log files, and Claude Code's reminders. Whole
 # seconds stay: a program that waits prints them, and its waiting is progress.
-_VOLATILE: Final = (
+_VOLATILE_PATTERNS: Final = (
     (".", re.compile(r"\d+\.\d+(?= ?m?s(?:ec|econds?)?\b)")),
     ("Chunk ID: ", re.compile(r"Chunk ID: [0-9a-f]{6}")),
     ("PGID: ", re.compile(r"PGID: \d+")),
@@ -45,9 +45,12 @@ _WORDS: Final = (
     *("unknown", "cannot", "unable to", "timed out", "not found", "no such", "not exist", "n't exist"),
 )
 _ERROR: Final = re.compile(rf"(?<!\bno )(?<!\b0 )(?:{'|'.join(_WORDS)})s?\b")
-_SUCCESS: Final = re.compile(r"(?:exit(?:ed with)? code|returncode)[\"'>: ]{0,4}0\b")
-ERROR_CHARS: Final = 500  # at either end of a result: an error stands first, or last as a traceback's does
-LONGEST_ERROR: Final = 16_000  # characters: what is longer is output, and would take milliseconds to compare
+_SUCCESS_PATTERN: Final = re.compile(r"(?:exit(?:ed with)? code|returncode)[\"'>: ]{0,4}0\b")
+ERROR_END_CHARS: Final = (
+    500  # read at either end of a result: an error stands first, or last as in a traceback
+)
+# The limit in characters. A longer result is output, and would take milliseconds to compare.
+MAX_ERROR_CHARS: Final = 16_000
 
 
 @frozen
@@ -66,19 +69,19 @@ def equal_turns(messages: Sequence[Message], most: int) -> int:
     """How many equal turns in a row a conversation ends with, counted up to `most`; 0 where nothing came back
     for the last turn yet. O(bytes of the turns that are equal, and of one more).
     """
-    turns = _from_the_end(messages)
+    turns = _turns_from_end(messages)
     last = next(turns, None)
     if last is None:
         return 0
     length, errors = 1, _errors(last)
-    for turn in turns:  # turns that are alike have the same errors: a run of either kind is one of these two
+    for turn in turns:  # equal turns have the same errors, so both kinds of runs count
         if length >= most or not (_alike(turn, last) or (errors and _errors(turn) == errors)):
             break
         length += 1
     return min(length, most)
 
 
-def _from_the_end(messages: Sequence[Message]) -> Iterator[_Turn]:
+def _turns_from_end(messages: Sequence[Message]) -> Iterator[_Turn]:
     """The conversation's turns, latest first, up to one for which nothing came back."""
     place = len(messages)
     while place:
@@ -95,7 +98,7 @@ def _from_the_end(messages: Sequence[Message]) -> Iterator[_Turn]:
 
 def _turn(answer: Sequence[Message], after: Sequence[Message]) -> _Turn:
     calls = tuple(call for message in answer for call in message.calls)
-    # some harnesses send the results of parallel calls in the order in which they came
+    # Some harnesses send the results of parallel calls in the order in which they came.
     order = {call.id: place for place, call in enumerate(calls)}
     results = sorted(
         (message for message in after if message.role == "tool"),
@@ -134,12 +137,12 @@ def _sorted(call: ToolCall) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    return one == other or _lasting(one) == _lasting(other)
+    return one == other or _strip_volatile(one) == _strip_volatile(other)
 
 
-def _lasting(text: str) -> str:
+def _strip_volatile(text: str) -> str:
     """A result without what differs each time it is produced."""
-    for mark, pattern in _VOLATILE:
+    for mark, pattern in _VOLATILE_PATTERNS:
         if mark in text:
             text = pattern.sub("", text)
     return text.strip()
@@ -148,13 +151,21 @@ def _lasting(text: str) -> str:
 def _errors(turn: _Turn) -> frozenset[str]:
     """The errors that came back, where nothing else did."""
     results = turn.results or (turn.beside,)
-    return frozenset(map(_lasting, results)) if all(map(_is_error, results)) else frozenset()
+    return frozenset(map(_strip_volatile, results)) if all(map(_is_error, results)) else frozenset()
 
 
 def _is_error(result: str) -> bool:
-    if len(result) > LONGEST_ERROR:
+    if len(result) > MAX_ERROR_CHARS:
         return False
-    ends = result if len(result) <= 2 * ERROR_CHARS else f"{result[:ERROR_CHARS]}\n{result[-ERROR_CHARS:]}"
+    ends = (
+        result
+        if len(result) <= 2 * ERROR_END_CHARS
+        else f"{result[:ERROR_END_CHARS]}\n{result[-ERROR_END_CHARS:]}"
+    )
     ends = ends.lower()
-    # the words first: searching for a pattern takes fifty times as long
-    return any(word in ends for word in _WORDS) and bool(_ERROR.search(ends)) and not _SUCCESS.search(ends)
+    # The words are searched first, because searching for a pattern takes fifty times as long.
+    return (
+        any(word in ends for word in _WORDS)
+        and bool(_ERROR.search(ends))
+        and not _SUCCESS_PATTERN.search(ends)
+    )

@@ -1,7 +1,7 @@
-"""Snapshots of sessions as values: what is written beside the files of one, and which rules ask for it.
+"""Snapshots of sessions as values: what is written beside a snapshot's files, and which rules ask for it.
 
 Pure. A snapshot is taken while a call waits, so the rules that need the turn's own tokens are decided later:
-`asked_for` says what is known before a turn, `passes` what its turn shows.
+`asked_for` decides before a turn, `passes` after it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class LivingProcess:
     program: str
 
     def named(self) -> str:
-        """How a sentence names it."""
+        """The name of the process in a sentence."""
         return self.comm if self.program in ("", self.comm) else f"{self.comm} ({self.program})"
 
 
@@ -53,10 +53,11 @@ class FrozenMount:
 
 @frozen(kw_only=True)
 class FrozenImage:
-    """What is beside the files of a frozen container. `bytes`: of its memory and its layer. `number`: the id
-    of the harness's shell in the container. `shift`: the offset of its user ids. `container`, `name`, `root`:
-    its id, its name and the place of its root, which its configuration has. `machine`: the kernel it ran on.
-    `closed`, `opened`: what undoes its seal. `key`: of the session, which the harness has in its memory.
+    """What is kept beside the files of a frozen container. `bytes`: the size of its memory and its layer.
+    `number`: the id of the harness's shell in the container. `shift`: the offset of its user ids.
+    `container`, `name`, `root`: its id, its name and the path of its root, as in its configuration.
+    `machine`: the kernel that it ran on. `closed`, `opened`: what undoes its seal. `key`: the session's key,
+    which the harness has in its memory.
     """
 
     bytes: int
@@ -75,8 +76,8 @@ class FrozenImage:
 
 @frozen(kw_only=True)
 class Snapshot:
-    """What is beside a snapshot's archive: the state before turn `turn` of a session. The file is readable by
-    the node's user alone, because it holds the session's secret.
+    """What is kept beside a snapshot's archive: the state before turn `turn` of a session. Only the node's
+    user can read the file, because it holds the session's secret.
 
     `before_key` and `conversation` are the waiting request's: a fork's first request must have the same path.
     `image_id` is of the image the session's container was made of; `places` are the folders in the archive.
@@ -161,7 +162,7 @@ def asked_for(spec: SnapshotSpec, turn: int, *, last: int) -> bool:
     return turn in spec.turns or (spec.every is not None and turn - last >= spec.every)
 
 
-def open_rules(spec: SnapshotSpec, turns: Iterable[Turn]) -> bool:
+def has_pending_rules(spec: SnapshotSpec, turns: Iterable[Turn]) -> bool:
     """Whether a turn after these may pass a rule that is decided once it has ended."""
     return spec.entropy is not None or any(call > _calls(turns) for call in spec.tool_calls)
 

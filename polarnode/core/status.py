@@ -14,7 +14,7 @@ from polarnode.core.conversation import Json, json_key
 from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
 
-STARTING: Final = "starting"  # the type of the error with which a node answers until it serves
+STARTING: Final = "starting"  # the error type with which a node answers until it serves
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,9 @@ from attrs import field, frozen
 
 from polarnode.core.conversation import Json, Sampling
 
-CAPTURE: Final = "capture"  # the harness name in a capture's records; no harness of a task can have it
+CAPTURE_HARNESS: Final = (
+    "capture"  # the harness name in a capture's records; no harness of a task can have it
+)
 
 
 @frozen(kw_only=True)
@@ -83,8 +85,8 @@ class VolumeSpec:
 
 @frozen(kw_only=True)
 class RuntimeSpec:
-    """The container. `image` is a folder name of `runtimes/` or any image that Podman has. There is no
-    network: the model endpoint is inside the container.
+    """The container that a session runs in. `image` is a folder name of `runtimes/` or any image that Podman
+    has. There is no network: the model endpoint is inside the container.
 
     * `add_harness`: build the harness once on top of `image` (any Debian or Ubuntu), for an image that
       belongs to the task.
@@ -109,7 +111,7 @@ class RuntimeSpec:
     cpus: float = 1.0  # one harness is one busy thread; more lets one session starve its siblings
     memory_mb: int = 2048  # Claude Code peaks near 1 GB; twice that before the kernel ends it
     pids: int = 512  # node harnesses run ~60 threads; a fork bomb stops here
-    # the bytes that a session may write: a repository with its build fits, and 64 sessions fit on 512 GB
+    # This is what a session may write: a repository with its build fits, and 64 sessions fit on 512 GB.
     disk_mb: int = 8192
     network: Literal["none"] = "none"
     egress: tuple[str, ...] = ()
@@ -119,8 +121,8 @@ class RuntimeSpec:
     volumes: tuple[VolumeSpec, ...] = ()
     artifacts: tuple[str, ...] = ()
     keep_workspace: bool = False
-    # files and prepare steps are done once and the container they leave is copied; False does them in each
-    # session
+    # Files and prepare steps are done once, and the container that they leave is copied. False does them in
+    # each session.
     reuse_prepared: bool = True
 
 
@@ -167,14 +169,14 @@ class Budgets:
     container, its engine, its node), never of the agent.
     """
 
-    # without the image build; a cold container start under load takes 1-3 s, prepare steps the rest
+    # The image build does not count. A cold container start under load takes 1-3 s, prepare steps the rest.
     init_s: float = 300.0
     run_s: float = 1800.0
     post_s: float = 300.0
     max_turns: int | None = None
     max_tokens: int | None = None
     max_repeats: int | None = None
-    # a machine that loses the same session three times has a fault that a fourth attempt would meet too
+    # A machine that loses the same session three times has a fault that a fourth attempt would meet too.
     retries: int = 2
 
 
@@ -242,8 +244,8 @@ class GroupSpec:
 
 @frozen(kw_only=True)
 class SnapshotSpec:
-    """At which of a session's turns its writable files are kept, from which it can be forked. A call waits
-    while its snapshot is taken; only one of the main agent's that is the only one in progress has one.
+    """At which turns of a session its writable files are kept, so that it can be forked from them. A call
+    waits while its snapshot is taken. Only a call of the main agent that is the only one in progress has one.
 
     In JSON and TOML a list stands for `turns` alone: `[3, 7]`.
 
@@ -261,7 +263,7 @@ class SnapshotSpec:
     every: int | None = None
     tool_calls: tuple[int, ...] = ()
     entropy: float | None = None
-    # a home and a repository with its build; what is larger would be held for more than some seconds
+    # A home and a repository with its build fit. A larger one would hold a call for more than a few seconds.
     max_mb: int = 256
     keep: int = 16  # a tree of 16 branch points; 4 GiB of disk where each is as large as it may be
     resume_lost: bool = True
@@ -270,10 +272,10 @@ class SnapshotSpec:
     @property
     def wanted(self) -> bool:
         """Whether any rule asks for one."""
-        return self.provisional or bool(self.turns) or self.every is not None
+        return self.is_provisional or bool(self.turns) or self.every is not None
 
     @property
-    def provisional(self) -> bool:
+    def is_provisional(self) -> bool:
         """Whether some are decided only once their turn has ended, so that one is taken at each call."""
         return bool(self.tool_calls) or self.entropy is not None
 
@@ -284,7 +286,8 @@ ForkWay = Literal["resume", "replay", "freeze"]
 @frozen(kw_only=True)
 class ForkSpec:
     """Where the task's sessions begin: in the state of another session before its turn `turn`, which is the
-    first that they sample anew. The turns before it are inherited: context, and never trained again.
+    first turn that they sample anew. The turns before it are inherited: they are context and are never
+    trained again.
 
     `by`: `resume` starts the harness from a snapshot of that session, `replay` starts it afresh and answers
     it from the record for as long as it asks what was asked before, `freeze` lets its frozen processes go on.
@@ -314,7 +317,7 @@ class TaskSpec:
     evaluator: EvaluatorSpec = field(factory=EvaluatorSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)
-    # which sampled thinking a later prompt shows: all of it, or what the model's template shows
+    # A later prompt shows all sampled thinking, or what the model's template shows of it.
     thinking: Literal["keep", "template"] = "keep"
     carry: CarrySpec = field(factory=CarrySpec)
     adapter: str = ""  # the name of the LoRA adapter that its calls are sampled by; "" for the base alone
@@ -322,7 +325,7 @@ class TaskSpec:
     snapshot_at: SnapshotSpec = field(factory=SnapshotSpec)
     fork: ForkSpec | None = None
     callback_url: str | None = None  # each event of the task is sent to this URL by POST until it is accepted
-    # the body of the POST: `event`, the event as on the stream, or a format that the node registered
+    # The body of the POST is `event`, the event as on the stream, or a format that the node registered.
     callback_format: str = "event"
     metadata: Mapping[str, Json] = field(factory=dict)
 
@@ -341,7 +344,7 @@ class CaptureSpec:
     group_id: str | None = None
     sample_index: int = 0
     num_samples: int = 1
-    requires: Mapping[str, str] = field(factory=dict)  # as of a task
+    requires: Mapping[str, str] = field(factory=dict)  # as in a task
     builder: BuilderSpec = field(factory=BuilderSpec)
     budgets: Budgets = field(factory=Budgets)
     sampling: Sampling = field(factory=Sampling)

@@ -33,18 +33,18 @@ from polarnode.core.task import ForkWay
 # ── turns ─────────────────────────────────────────────────────────────────────────────────────────
 
 TurnKind = Literal["root", "extend", "branch", "continue", "retry"]
-# partial: the client disconnected or aborted; failed: the engine gave no whole answer
+# A turn is partial if the client disconnected or aborted, and failed if the engine gave no whole answer.
 TurnState = Literal["complete", "partial", "failed"]
 TurnRole = Literal["main", "subagent", "auxiliary", "compaction"]
 _ROLES: Final[Mapping[str, TurnRole]] = {role: role for role in get_args(TurnRole)}
 
 # How a turn's fields stand in its row of a trajectory's JSON: `optional` may be absent there although the
 # class needs it, `full` is there only with turns=full.
-OPTIONAL: Final[dict[str, Any]] = {"optional": True}
+OPTIONAL_IN_ROW: Final[dict[str, Any]] = {"optional": True}
 FULL: Final[dict[str, Any]] = {"optional": True, "full": True}
 
 
-UNKNOWN_VERSION: Final = ""  # no name of weights: what sampled these tokens is not known
+UNKNOWN_VERSION: Final = ""  # It is not known which weights sampled these tokens.
 
 
 @frozen(kw_only=True)
@@ -89,7 +89,7 @@ class Turn:
     * `new_messages`: the messages that the prompt adds to its parent's.
     """
 
-    session_id: str = field(metadata=OPTIONAL)
+    session_id: str = field(metadata=OPTIONAL_IN_ROW)
     index: int
     provider: str
     lineage: int
@@ -106,26 +106,26 @@ class Turn:
     version_spans: tuple[VersionSpan, ...] = field(default=(), metadata=FULL)
     finish_reason: FinishReason = "stop"
     refused: bool = False  # it failed because of what its client asked for, and not because of the engine
-    # hash of the request, to recognise a retry
+    # This hash of the request recognises a retry.
     request_key: str = field(default="", metadata=FULL)
-    # lineage key of the request's whole path, so that a session can be rebuilt from its turns
+    # This is the lineage key of the request's whole path, so that a session can be rebuilt from its turns.
     before_key: str = field(default="", metadata=FULL)
-    # lineage key after the returned message
+    # This is the lineage key after the returned message.
     message_key: str = field(default="", metadata=FULL)
     answer: Answer | None = field(default=None, metadata=FULL)
-    # text of the request with which the prompt ends, inside of the assistant's turn that the answer goes on
+    # This is the text with which the prompt ends, inside of the assistant's turn that the answer continues.
     prefill: str = field(default="", metadata=FULL)
     asked: Sampling = field(factory=Sampling, metadata=json_key("sampling.asked"))
     used: Sampling = field(factory=Sampling, metadata=json_key("sampling.used"))
     usage: Usage = field(factory=Usage)
-    # wall seconds since the epoch, and seconds after it
+    # `started` is in wall seconds since the epoch; the others are seconds after it.
     started: float = field(default=0.0, metadata=json_key("timing.started"))
     first_token_s: float | None = field(default=None, metadata=json_key("timing.first_token_s"))
     ended_s: float = field(default=0.0, metadata=json_key("timing.ended_s"))
-    notes: tuple[str, ...] = ()  # edits kept, repairs, ambiguity
+    notes: tuple[str, ...] = ()  # edits that were kept, repairs, ambiguities
     top: TopLogprobs | None = field(default=None, metadata=json_key("top_logprobs") | FULL)
     routed: RoutedExperts | None = field(default=None, metadata=json_key("routed_experts") | FULL)
-    # how many of the request's `messages` are in the parent's path; None in journals of 0.1
+    # `matched` of the request's `messages` are in the parent's path. Both are None in journals of 0.1.
     matched: int | None = None
     messages: int | None = None
     # None where only ids are known: in journals of 0.1, and of calls merged by tokens
@@ -412,7 +412,8 @@ def without_damaged(
     """
     used = {span.turn for trace in trajectory.traces for span in trace.turn_spans}
     used |= {each.turn for each in trajectory.left_out}
-    known = {each.part for each in trajectory.damaged}  # of a session that was recovered without them
+    # A session that was recovered without some parts names them already.
+    known = {each.part for each in trajectory.damaged}
     also = (LeftOut(turn=turn.index, reason="damaged") for turn in turns if turn.index not in used)
     return evolve(
         trajectory,
@@ -458,8 +459,8 @@ def prompt_digests(turns: Sequence[Turn]) -> dict[int, str]:
     ancestor is missing has none.
     """
     digests: dict[int, str] = {}
-    # the hash of prompt and sample, copied for each child: every token is hashed once, however long the
-    # session
+    # The hash of prompt and sample is copied for each child, so every token is hashed once, however long the
+    # session is.
     after: dict[int, Any] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.parent is not None and turn.parent not in after:
@@ -477,7 +478,7 @@ def weight_versions(spans: Sequence[VersionSpan]) -> list[str]:
     return list(dict.fromkeys(span.version for span in spans))
 
 
-def top_of_turns(trained: Sequence[Turn | None]) -> TopLogprobs | None:
+def join_top_logprobs(trained: Sequence[Turn | None]) -> TopLogprobs | None:
     """The top logprobs of a trace's trained turns; None when one turn has none, or is missing."""
     found = [turn.top for turn in trained if turn is not None and turn.top is not None]
     return TopLogprobs.joined(found) if len(found) == len(trained) else None
@@ -488,7 +489,7 @@ def trained_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]
     return [turns.get(span.turn) for span in spans if any(mask[span.start : span.end])]
 
 
-def routed_of_turns(offset: int, line: Sequence[Turn] | None) -> RoutedExperts | None:
+def join_routed_experts(offset: int, line: Sequence[Turn] | None) -> RoutedExperts | None:
     """The routed experts of a line of turns, for the trace at its end that begins at `offset`; None when a
     position has none.
     """

@@ -9,7 +9,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-# calls in progress: continue as they are, recompute their prefix, run to their end, or are cut
+# Calls in progress continue as they are, recompute their prefix, run to their end, or are cut.
 UpdateMode = Literal["in_place", "retract", "drain", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
 Backend = Literal["nccl", "gloo"]

@@ -1,12 +1,12 @@
 """Adapters: named low-rank changes of the base weights (LoRA), replaced while the engine samples.
 
-An adapter has a name, which tasks write, and versions, which tokens are named by. `put` loads a new version
+An adapter has a name, which tasks write, and versions, by which tokens are named. `put` loads a new version
 beside the one before: calls in progress end by the version they began with, later ones sample by the new one,
-and nothing is paused. A version is in the engine while a session needs its name or a call samples by it; what
-nobody needs is unloaded, and loaded again by the next call. Every host holds what `kept` names, and one that
-restarts loads that before it serves. No weights of the base are touched.
+and nothing is paused. A version is in the engine while a session needs its name or a call samples by it. A
+version that nobody needs is unloaded, and loaded again by the next call. Every host holds what `kept` names,
+and a host that restarts loads that before it serves. No weights of the base are touched.
 
-The folders are the caller's: it keeps that of a current version in place and unchanged.
+The folders are the caller's, who keeps the folder of a current version in place and unchanged.
 """
 
 import logging
@@ -24,47 +24,51 @@ from polarnode.engine.checkpoints import AdapterLimits, BadCheckpoint, Manifest,
 from polarnode.engine.host import Host
 from polarnode.engine.protocol import Done
 from polarnode.engine.settings import EngineSettings
-from polarnode.engine.update import ALIVE
+from polarnode.engine.update import ALIVE_STATES
 
-# seconds to load an adapter on every host: one of 2 GB from a network disk takes half a minute; it holds back
-# only the calls that wait for it
-LOAD_S = 180.0
-MOST = 256  # names at once: the files of each stay on the node's disk, and a run has one or a few
-VERSIONS = 4096  # of a name that are remembered, as many as of the base
+# Seconds to load an adapter on every host: one of 2 GB from a network disk takes half a minute. This holds
+# back only the calls that wait for it.
+LOAD_TIMEOUT_S = 180.0
+MOST = 256  # names at once; the files of each stay on the node's disk, and a run has one or a few
+VERSIONS = 4096  # versions of a name that are remembered, as many as of the base
 
 _log = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class _Adapter:
-    """One name. `versions`: oldest first, the last is current and its files are in `folder`."""
+class _NamedAdapter:
+    """One name. `versions` are oldest first; the last is current and its files are in `folder`."""
 
     name: str
     folder: Path
     versions: list[str]
-    sessions: int = 0  # that need it
-    untouched: bool = True  # put, and neither sampled by nor needed since: loaded, for what comes next
+    sessions: int = 0  # sessions that need it
+    # It was put, and neither sampled by nor needed since: it stays loaded for what comes next.
+    untouched: bool = True
     loads: int = 0
-    seconds: float = 0.0  # that its last load took on the slowest host
+    seconds: float = 0.0  # seconds that its last load took on the slowest host
 
 
 @define(eq=False)
-class Adapters:
-    """Made with `Engines`, as its `adapters`. One load or unload at a time; sampling never waits for them,
-    except the calls of an adapter that is being loaded.
+class EngineAdapters:
+    """The adapters of an engine, made with `Engines` as its `adapters`. There is one load or unload at a
+    time. Sampling never waits for them, except the calls of an adapter that is being loaded.
     """
 
     _settings: EngineSettings | None = None
-    _taken: Callable[[], Collection[str]] = tuple  # versions of the base, which an adapter's may not have
+    # Versions of the base, which an adapter's versions may not repeat.
+    _taken: Callable[[], Collection[str]] = tuple
     _updating: Callable[[], bool] = bool  # whether the base is being updated
     kept: dict[str, Path] = field(factory=dict, init=False)  # versions that every host holds, and their files
-    # names whose last version could not be served again after a restart, and why
+    # Names whose last version could not be served again after a restart, and why.
     lost: dict[str, str] = field(factory=dict, init=False)
     hosts: tuple[Host, ...] = field(default=(), init=False)  # each was made with `kept`
-    _adapters: dict[str, _Adapter] = field(factory=dict, init=False)
-    _calls: Counter[str] = field(factory=Counter, init=False)  # by version, those that wait for a host too
+    _adapters: dict[str, _NamedAdapter] = field(factory=dict, init=False)
+    # Calls by version; those that wait for a host count too.
+    _calls: Counter[str] = field(factory=Counter, init=False)
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
-    _loading: str | None = field(default=None, init=False)  # as long as the lock is held for it
+    # The version that is loaded while the lock is held.
+    _loading: str | None = field(default=None, init=False)
     _woken: trio.Event = field(factory=trio.Event, init=False)
     _model: Manifest | None = field(default=None, init=False)
 
@@ -79,22 +83,23 @@ class Adapters:
         loaded: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
     ) -> tuple[HostReport, ...]:
         """Sample by the adapter under `folder` (PEFT's adapter_config.json and adapter_model.safetensors) for
-        every call of `name` that begins from now on. Returns how long each host took to load it. `loaded`
-        is awaited when every host holds it and no call samples by it yet.
+        every call of `name` that begins from now on. Returns how long each host took to load it. `loaded` is
+        awaited when every host holds it and no call samples by it yet.
 
-        Refused, before anything is loaded, for an adapter that the engine could not sample by exactly;
-        Conflict where the engine takes none, for a version that exists, and during an update of the base;
-        EngineError when no host serves or one died. After any of them the version before is current on all.
+        Raises Refused, before anything is loaded, for an adapter that the engine could not sample by exactly.
+        Raises Conflict if the engine takes no adapters, for a version that exists, and during an update of
+        the base. Raises EngineError when no host serves or one died. After any of them the version before is
+        current on all hosts.
         """
         self.insist()
         await trio.to_thread.run_sync(self._check, folder)
         async with self._lock:
-            self._insist_new(name, version)
+            self._require_new(name, version)
             try:
                 seconds = await self._load(version, folder)
                 await loaded()
                 self.lost.pop(name, None)
-                adapter = self._adapters.setdefault(name, _Adapter(name, folder, []))
+                adapter = self._adapters.setdefault(name, _NamedAdapter(name, folder, []))
                 adapter.folder, adapter.versions = folder, [*adapter.versions[1 - VERSIONS :], version]
                 self._count(adapter, seconds)
             finally:
@@ -103,8 +108,8 @@ class Adapters:
         return tuple(HostReport(index=index, seconds=each) for index, each in sorted(seconds.items()))
 
     def drop(self, name: str) -> None:
-        """Forget an adapter. Calls in progress end by it. Conflict while sessions need it, Refused for an
-        unknown name.
+        """Forget an adapter. Calls in progress end by it. Raises Conflict while sessions need it, and Refused
+        for an unknown name.
         """
         if self.lost.pop(name, None) is not None:
             return
@@ -118,7 +123,7 @@ class Adapters:
         self.wake()
 
     def insist(self) -> None:
-        """Raise Conflict where this engine takes no adapters."""
+        """Raise Conflict if this engine takes no adapters."""
         settings = self._settings
         _insist(
             settings is not None and settings.external is None,
@@ -131,8 +136,8 @@ class Adapters:
             " such as lora_rank = 32",
         )
 
-    def insist_none(self) -> None:
-        """Raise Conflict while there are adapters: their versions mean this base."""
+    def require_none(self) -> None:
+        """Raise Conflict while there are adapters, because their versions belong to this base."""
         _insist(
             not self._adapters,
             f"the base weights stay as they are while adapters exist ({', '.join(self._adapters)}): delete"
@@ -147,7 +152,7 @@ class Adapters:
     # ── what sessions do ──────────────────────────────────────────────────────
 
     def refusal(self, name: str) -> str | None:
-        """Why no session can sample by `name`, as a sentence; None when it can."""
+        """Why no session can sample by `name`, as a sentence. None when it can."""
         try:
             self.insist()
             self._found(name)
@@ -156,22 +161,22 @@ class Adapters:
         return None
 
     def need(self, name: str) -> None:
-        """A session samples by `name` from now on. It stays loaded until as many `release` it; Refused for
-        an unknown name.
+        """A session samples by `name` from now on. The adapter stays loaded until `release` was called as
+        often. Raises Refused for an unknown name.
         """
         adapter = self._found(name)
         adapter.sessions, adapter.untouched = adapter.sessions + 1, False
 
     def release(self, name: str) -> None:
         """A session that needed `name` is over. After the last one the adapter is unloaded."""
-        adapter = self._adapters[name]  # one that is needed is not dropped
+        adapter = self._adapters[name]  # an adapter that is needed is not dropped
         adapter.sessions -= 1
         self.wake()
 
     @asynccontextmanager
     async def leased(self, name: str) -> AsyncIterator[str]:
-        """The version that a call of `name` samples by, current now and loaded while the block lasts; empty
-        for an empty name, which is the base.
+        """The version that a call of `name` samples by: the current one, which stays loaded while the block
+        lasts. It is empty for an empty name, which is the base.
         """
         if not name:
             yield ""
@@ -187,8 +192,8 @@ class Adapters:
             self.wake()
 
     def versions(self, name: str) -> tuple[str, ...]:
-        """Those of `name` since the node started, oldest first; the last is current. None of an unknown
-        name.
+        """The versions of `name` since the node started, oldest first; the last is current. An unknown name
+        has none.
         """
         return tuple(self._adapters[name].versions) if name in self._adapters else ()
 
@@ -212,7 +217,7 @@ class Adapters:
     # ── the engine's side ─────────────────────────────────────────────────────
 
     def wake(self) -> None:
-        """Look for what nobody needs; called when a call or a session is over."""
+        """Look for what nobody needs. This is called when a call or a session is over."""
         self._woken.set()
 
     async def tidy(self) -> None:
@@ -224,11 +229,11 @@ class Adapters:
                 await self._woken.wait()
                 self._woken = trio.Event()
                 for version in {*self.kept, *(each for host in self.hosts for each in host.adapters)}:
-                    if not self._wanted(version):
-                        nursery.start_soon(self._unload, version)
+                    if not self._is_wanted(version):
+                        nursery.start_soon(self._unload_everywhere, version)
 
     async def _loaded(self, name: str) -> str:
-        """The current version, in the engine."""
+        """The current version, once the engine has it."""
         while True:
             adapter = self._adapters.get(name)
             if adapter is None:
@@ -238,7 +243,7 @@ class Adapters:
             if version in self.kept and not self._lacking(version):
                 return version
             async with self._lock:
-                # others may have loaded it, or put another, while this waited
+                # Others may have loaded it, or put another version, while this waited.
                 if self._adapters.get(name) is adapter and version == adapter.versions[-1]:
                     if version not in self.kept or self._lacking(version):
                         try:
@@ -257,17 +262,20 @@ class Adapters:
         failed: dict[int, str] = {}
 
         async def ask(host: Host) -> None:
-            began, done = trio.current_time(), Done(call=0, ok=False, message=f"no answer in {LOAD_S:.0f} s")
-            with trio.move_on_after(LOAD_S) as patience:
+            began, done = (
+                trio.current_time(),
+                Done(call=0, ok=False, message=f"no answer in {LOAD_TIMEOUT_S:.0f} s"),
+            )
+            with trio.move_on_after(LOAD_TIMEOUT_S) as patience:
                 done = await host.load_adapter(version, folder)
             if patience.cancelled_caught:
-                host.restart_with_reason(done.message)  # what it holds is not known
+                host.restart_with_reason(done.message)  # what this host holds is not known
             if done.ok:
                 seconds[host.index] = trio.current_time() - began
             else:
                 failed[host.index] = done.message
 
-        with trio.CancelScope(shield=True):  # bounded by LOAD_S; what the hosts hold must be known
+        with trio.CancelScope(shield=True):  # bounded by LOAD_TIMEOUT_S; what the hosts hold must be known
             self._loading, self.kept[version] = version, folder
             while (lacking := self._lacking(version)) and not failed:
                 async with trio.open_nursery() as nursery:
@@ -276,16 +284,16 @@ class Adapters:
             if not failed:
                 return seconds
             self._loading = None
-            await self._unload(version)
+            await self._unload_everywhere(version)
         text = "; ".join(f"engine host {index}: {message}" for index, message in failed.items())
         sentence = f"adapter version {version!r} was not loaded, and none before it was touched: {text}"
-        if all(host.state in ALIVE for host in self.hosts if host.index in failed):
+        if all(host.state in ALIVE_STATES for host in self.hosts if host.index in failed):
             raise Refused(sentence, path="$.source")
         raise EngineError(sentence)
 
-    async def _unload(self, version: str) -> None:
-        """Unload a version everywhere, unless it came to be wanted meanwhile."""
-        if self._wanted(version):
+    async def _unload_everywhere(self, version: str) -> None:
+        """Unload a version everywhere, unless it is wanted again meanwhile."""
+        if self._is_wanted(version):
             return
         self.kept.pop(version, None)
         async with trio.open_nursery() as nursery:
@@ -294,16 +302,16 @@ class Adapters:
                     nursery.start_soon(self._unload_from, host, version)
 
     async def _unload_from(self, host: Host, version: str) -> None:
-        if self._wanted(version) or version not in host.adapters:
+        if self._is_wanted(version) or version not in host.adapters:
             return
         done = await host.unload_adapter(version)
-        if not done.ok and host.state in ALIVE and version not in host.adapters:
+        if not done.ok and host.state in ALIVE_STATES and version not in host.adapters:
             _log.error("engine host %d keeps adapter version %s: %s", host.index, version, done.message)
 
     def _lacking(self, version: str) -> list[Host]:
-        return [host for host in self.hosts if host.state in ALIVE and version not in host.adapters]
+        return [host for host in self.hosts if host.state in ALIVE_STATES and version not in host.adapters]
 
-    def _wanted(self, version: str) -> bool:
+    def _is_wanted(self, version: str) -> bool:
         """Whether a session, a call or a load needs a version in the engine."""
         return (
             self._in_progress(version) > 0
@@ -315,19 +323,21 @@ class Adapters:
         )
 
     def _in_progress(self, version: str) -> int:
-        """Calls that sample by a version, or will. A call that was left counts until the engine has sent its
-        last message about it.
+        """The number of calls that sample by a version, or will. A call whose consumer left counts until the
+        engine has sent its last message about it.
         """
         return max(self._calls[version], sum(host.samples_by(version) for host in self.hosts))
 
-    def _count(self, adapter: _Adapter, seconds: dict[int, float]) -> None:
+    def _count(self, adapter: _NamedAdapter, seconds: dict[int, float]) -> None:
         adapter.loads += bool(seconds)
         adapter.seconds = max(seconds.values(), default=adapter.seconds)
 
     # ── checks ────────────────────────────────────────────────────────────────
 
     def _check(self, folder: Path) -> None:
-        """Raise Refused for what the engine could not sample by exactly. Reads all of its tensors."""
+        """Raise Refused for an adapter that the engine could not sample by exactly. Reads all of its
+        tensors.
+        """
         assert self._settings is not None
         if self._model is None:
             self._model = manifest(self._settings.model_path)
@@ -337,7 +347,7 @@ class Adapters:
         except (BadCheckpoint, OSError) as error:
             raise Refused(f"the adapter cannot be served: {error}", path="$.source") from None
 
-    def _insist_new(self, name: str, version: str) -> None:
+    def _require_new(self, name: str, version: str) -> None:
         owner = next((each.name for each in self._adapters.values() if version in each.versions), None)
         whose = "the base weights" if owner is None else f"adapter {owner!r}"
         _insist(
@@ -352,10 +362,10 @@ class Adapters:
             not self._updating(),
             "the base weights are being updated: send the adapter once they are served",
         )
-        if not any(host.state in ALIVE for host in self.hosts):
+        if not any(host.state in ALIVE_STATES for host in self.hosts):
             raise EngineError("no engine host serves at present: send the adapter again once one does")
 
-    def _found(self, name: str) -> _Adapter:
+    def _found(self, name: str) -> _NamedAdapter:
         if (adapter := self._adapters.get(name)) is None:
             known = f", or name one of {', '.join(self._adapters)}" if self._adapters else ""
             unknown = f"there is no adapter {name!r}: send it first, by POST /v1/adapters{known}"
@@ -364,6 +374,6 @@ class Adapters:
 
 
 def _insist(holds: bool, sentence: str) -> None:
-    """Raise Conflict unless it holds."""
+    """Raise Conflict with the sentence unless the condition holds."""
     if not holds:
         raise Conflict(sentence)

@@ -18,11 +18,11 @@ from polarnode.core.conversation import FinishReason, Json, Sampling
 from polarnode.core.errors import ContextTooLong, EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import VersionSpan
-from polarnode.engine.drafts import check_call
-from polarnode.engine.protocol import Generate, Piece, Routed
+from polarnode.engine.drafts import check_draft_call
+from polarnode.engine.protocol import Generate, Piece, RoutedRows
 
 TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
-# of a whole answer that wait before they are read: parsing them takes 0.3 ms of the loop
+# Tokens of a whole answer that wait before they are read: parsing so many takes 0.3 ms of the loop.
 WITHHELD_TOKENS = 512
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -30,8 +30,9 @@ _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 def check_order(
     order: GenerateOrder, *, vocab_size: int, context_length: int, routes: bool = False, drafts: str = ""
 ) -> None:
-    """Raise ContextTooLong, or EngineError for a request that would end the engine's process: an id outside
-    the vocabulary, an ambiguous name; Refused for what an engine that `drafts` does not hold.
+    """Raise ContextTooLong for a prompt that is too long. Raise EngineError for a request that would end the
+    engine's process, such as one with an id outside the vocabulary or an ambiguous name. Raise Refused for
+    what an engine that `drafts` does not honour.
     """
     if not _REQUEST_ID.fullmatch(order.request_id):
         raise EngineError(
@@ -40,9 +41,9 @@ def check_order(
         )
     if not order.prompt:
         raise EngineError("the prompt is empty: give at least one token id", retryable=False)
-    # a Python min over 375 000 ids holds the loop for 15 ms
+    # A Python min over 375 000 ids would hold the loop for 15 ms.
     prompt = numpy.frombuffer(order.prompt, dtype=numpy.int32)
-    # in one pass: what is below 0 is above everything so
+    # One pass suffices: read as unsigned, what is below 0 is above everything.
     if not prompt.view(numpy.uint32).max() < vocab_size:
         raise EngineError(
             f"the prompt has token ids from {prompt.min()} to {prompt.max()}, this model knows 0 to"
@@ -75,15 +76,15 @@ def check_order(
             " match",
             retryable=False,
         )
-    check_call(order, drafts)
-    # the grammar would refuse what the processor chose
+    check_draft_call(order, drafts)
+    # The grammar would refuse what the processor chose.
     if order.steering is not None and order.constraint is not None:
         raise EngineError("an order has a constraint or a steering, not both", retryable=False)
 
 
 def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "") -> Generate:
-    """The host's message. `max_tokens` is clipped to what the context still holds, and always set: SGLang's
-    own default is 128. `adapter` is the version that samples.
+    """The message for the host. `max_tokens` is clipped to what the context still holds, and always set,
+    because SGLang's own default is 128. `adapter` is the version that samples.
     """
     room = context_length - len(order.prompt)
     sampling = sampling_parameters(order.sampling, max_tokens=min(order.sampling.max_tokens or room, room))
@@ -92,9 +93,9 @@ def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "")
         prompt=order.prompt.tobytes(),
         sampling={
             **sampling,
-            "sampling_seed": _seed(order),
+            "sampling_seed": _sampling_seed(order),
             "stop_token_ids": list(order.stop_ids),
-            **_forced(order),
+            **_constraint_parameters(order),
         },
         top_logprobs=order.top_logprobs,
         processor=None if order.steering is None else order.steering.processor,
@@ -106,18 +107,18 @@ def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "")
 
 
 def prefix_name(session: str, chain: str) -> str:
-    """What the engine knows a conversation's prefix by; empty for a call of no session."""
+    """The name by which the engine knows a conversation's prefix. It is empty for a call of no session."""
     return f"{session}/{chain}" if session else ""
 
 
-def _seed(order: GenerateOrder) -> int:
-    """The requested seed, else a seed derived from the call, because with deterministic inference SGLang
-    gives all calls without a seed the same samples.
+def _sampling_seed(order: GenerateOrder) -> int:
+    """The requested seed, or else a seed derived from the call: with deterministic inference SGLang gives all
+    calls without a seed the same samples.
     """
     return int(order.request_id[:7], 16) if order.sampling.seed is None else order.sampling.seed
 
 
-def _forced(order: GenerateOrder) -> dict[str, Json]:
+def _constraint_parameters(order: GenerateOrder) -> dict[str, Json]:
     """The constraint on the choice of tokens, if any. SGLang's fields have the names of our kinds."""
     if order.steering is not None:
         return {"custom_params": dict(order.steering.parameters)}
@@ -128,8 +129,8 @@ def sampling_parameters(sampling: Sampling, *, max_tokens: int) -> dict[str, Jso
     """SGLang's sampling parameters, all of them, so that no default of an engine or a checkpoint changes the
     request.
 
-    `stop` strings are the node's to watch. A seed only has meaning with `enable_deterministic_inference`
-    among the engine's arguments (`engine_args`).
+    The node itself watches for `stop` strings. A seed only has a meaning with
+    `enable_deterministic_inference` among the engine's arguments (`engine_args`).
     """
     return {
         "max_new_tokens": max_tokens,
@@ -161,21 +162,21 @@ class Call:
     top_logprobs: int = 0  # alternatives requested for each token
     session: str = ""
     chain: str = ""  # the conversation of its session
-    sent: float = 0.0  # when the engine got it
+    sent: float = 0.0  # when the call was sent to the engine
     prompt_tokens: int = 0
-    expected: int = 0  # tokens that it was expected to need of the KV cache
-    adapter: str = ""  # the version of an adapter that samples
+    expected: int = 0  # tokens of the KV cache that it is expected to need
+    adapter: str = ""  # the version of the adapter that samples
     whole: bool = False
     over: bool = field(default=False, init=False)  # the host sends nothing more about it
-    was_read: bool = field(default=False, init=False)  # its prompt, by the engine
+    was_read: bool = field(default=False, init=False)  # the engine has read its prompt
     _left: bool = field(default=False, init=False)
     _ids: "array[int]" = field(factory=ids, init=False)
     _logprobs: "array[float]" = field(factory=floats, init=False)
-    _alternatives: bytearray = field(factory=bytearray, init=False)  # their ids, and
-    _likelihoods: bytearray = field(factory=bytearray, init=False)
-    _routed: list[Routed] = field(factory=list, init=False)
+    _alternatives: bytearray = field(factory=bytearray, init=False)  # ids of the alternatives
+    _alternative_logprobs: bytearray = field(factory=bytearray, init=False)
+    _routed: list[RoutedRows] = field(factory=list, init=False)
     _cached: int = field(default=0, init=False)
-    _served_cached: int = field(default=0, init=False)  # the most that was reported
+    _served_cached: int = field(default=0, init=False)  # the largest number that was reported
     _finish: FinishReason | None = field(default=None, init=False)
     _error: EngineError | EngineRefusal | None = field(default=None, init=False)
     _spans: list[VersionSpan] = field(factory=list, init=False)
@@ -183,11 +184,12 @@ class Call:
     _first_at: float | None = field(default=None, init=False)  # when its first tokens came
     _arrived: trio.Event = field(factory=trio.Event, init=False)
 
-    def take(self, piece: Piece | Routed) -> bool:
+    def take(self, piece: Piece | RoutedRows) -> bool:
         """Take a piece from the host, or some of the routed experts that precede the last piece. One that
-        does not fit the call fails it. True for the first piece: the prompt was read.
+        does not fit the call fails it. Returns True for the first piece, which means that the prompt was
+        read.
         """
-        problem = self._problem_of_experts(piece) if isinstance(piece, Routed) else self._problem(piece)
+        problem = self._experts_problem(piece) if isinstance(piece, RoutedRows) else self._problem(piece)
         if problem is not None:
             self.fail(EngineError(f"the engine's answer cannot be used: {problem}"))
             return False
@@ -198,7 +200,7 @@ class Call:
             self._served_cached = max(self._served_cached, piece.cached_tokens)
         if self._left:
             return first
-        if isinstance(piece, Routed):
+        if isinstance(piece, RoutedRows):
             self._routed.append(piece)
             return False
         sampled = ids(piece.ids)
@@ -215,7 +217,7 @@ class Call:
         self._logprobs += floats(piece.logprobs)
         if piece.alternative_ids:
             self._alternatives += piece.alternative_ids
-            self._likelihoods += piece.alternative_logprobs
+            self._alternative_logprobs += piece.alternative_logprobs
         self._cached = max(self._cached, piece.cached_tokens)
         self._finish = piece.finish
         if not self.whole or piece.finish is not None or len(self._ids) >= WITHHELD_TOKENS:
@@ -223,7 +225,7 @@ class Call:
         return first
 
     def _problem(self, piece: Piece) -> str | None:
-        """Why a piece does not fit the call; None if it does."""
+        """Why a piece does not fit the call. None if it does."""
         count, rest = divmod(len(piece.ids), 4)
         if rest or len(piece.logprobs) != 4 * count:
             return f"{len(piece.ids)} bytes of token ids with {len(piece.logprobs)} bytes of logprobs"
@@ -237,7 +239,7 @@ class Call:
             if not sampled:
                 continue
             # Most pieces are one token, for which numpy takes ten times as long. Read without a sign, an id
-            # below 0 is above everything; a sum is finite if all of its float32 are.
+            # below 0 is above everything. A sum is finite if all of its float32 are.
             largest = max(memoryview(sampled).cast("I"))
             if self.vocab_size is not None and largest >= self.vocab_size:
                 return f"{name} outside the vocabulary of {self.vocab_size} tokens"
@@ -252,8 +254,8 @@ class Call:
             return f"weight versions of {end} tokens, {self._length + count} were sampled"
         return None
 
-    def _problem_of_experts(self, part: Routed) -> str | None:
-        """Why rows of experts do not follow those before; None if they do."""
+    def _experts_problem(self, part: RoutedRows) -> str | None:
+        """Why rows of experts do not follow those before. None if they do."""
         width = part.layers * part.top_k * (2 if part.wide else 1)
         if min(part.start, part.layers - 1, part.top_k - 1) < 0 or len(part.data) % width:
             return f"{len(part.data)} bytes of routed experts from {part.start} on, {width} a position"
@@ -271,23 +273,23 @@ class Call:
         self._arrived.set()
 
     def close(self) -> None:
-        """The consumer left; later messages are dropped."""
+        """The consumer left. Later messages are dropped."""
         self._left = True
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were in the engine's cache."""
+        """The number of prompt tokens that were in the engine's cache."""
         return self._served_cached
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled so far, without those that arrived after `close`."""
+        """The number of tokens sampled so far, without those that arrived after `close`."""
         return self._length
 
     @property
     def served(self) -> int:
-        """Tokens that the engine computed for it: of the prompt those that were not cached, and sampled
-        ones. Those that arrived after `close` do not count.
+        """The number of tokens that the engine computed for this call: prompt tokens that were not cached,
+        and sampled ones. Those that arrived after `close` do not count.
         """
         return max(0, self.prompt_tokens - self._served_cached) + self._length
 
@@ -301,16 +303,18 @@ class Call:
                 return self._chunk()
             if self.over:
                 raise self._error or StopAsyncIteration
-            self._arrived = trio.Event()  # a piece without tokens
+            self._arrived = trio.Event()  # the piece had no tokens
 
     def withheld(self) -> Chunk | None:
-        """As in `ports.WithheldChunks`, for a reader that leaves: without an end that has come meanwhile."""
+        """What is described at `ports.WithheldChunks`, for a reader that leaves. It omits an end that has
+        come meanwhile.
+        """
         if not self.whole or not self._ids:
             return None
         return evolve(self._chunk(), finish_reason=None, routed=None)
 
     def _chunk(self) -> Chunk:
-        """Everything that has arrived, as one chunk; the next call waits for more unless the call has
+        """Everything that has arrived, as one chunk. The next call waits for more unless this generation has
         ended.
         """
         chunk = Chunk(
@@ -320,18 +324,18 @@ class Call:
             version_spans=tuple(self._spans),
             cached_tokens=self._cached,
             first_at=self._first_at,
-            top_logprobs=_top(len(self._ids), self._alternatives, self._likelihoods),
+            top_logprobs=_top(len(self._ids), self._alternatives, self._alternative_logprobs),
             routed=_experts(self._routed) if self._finish is not None else None,
         )
         self._ids, self._logprobs, self._finish, self._cached = ids(), floats(), None, 0
-        self._alternatives, self._likelihoods = bytearray(), bytearray()
+        self._alternatives, self._alternative_logprobs = bytearray(), bytearray()
         if not self.over:
             self._arrived = trio.Event()
         return chunk
 
     def _grow(self, count: int, version: str) -> None:
-        """Extend the running spans by `count` tokens of `version`; the last piece's exact spans
-        replace them.
+        """Extend the running spans by `count` tokens of `version`. The last piece's exact spans replace
+        them.
         """
         end = self._length + count
         if self._spans and self._spans[-1].version == version:
@@ -350,7 +354,7 @@ def _top(count: int, alternatives: bytearray, logprobs: bytearray) -> TopLogprob
     )
 
 
-def _experts(parts: list[Routed]) -> RoutedExperts | None:
+def _experts(parts: list[RoutedRows]) -> RoutedExperts | None:
     """All rows, which arrive in order."""
     if not parts:
         return None

@@ -1,9 +1,10 @@
-"""The tensors of a checkpoint's folder or an adapter's: names, shapes and dtypes, read from the headers of
+"""The tensors of a checkpoint's folder or of an adapter: names, shapes and dtypes, read from the headers of
 its safetensors files.
 
-No torch here: the node and the simulated engine read checkpoints too. A header is bounded before it is read.
-What an adapter may be is what SGLang samples by exactly: some of PEFT's options it ignores, so that the
-logprobs would be those of other weights, and some shapes end its scheduler in the middle of a batch.
+There is no torch here, because the node and the simulated engine read checkpoints too. A header is bounded
+before it is read. An adapter may be only what SGLang samples by exactly: SGLang ignores some of PEFT's
+options, so that the logprobs would be those of other weights, and some shapes end its scheduler in the middle
+of a batch.
 """
 
 import json
@@ -24,12 +25,14 @@ from attrs import frozen
 
 from polarnode.core.errors import shortened
 
-# bytes of a file's header: 150 for each tensor, and the largest checkpoints have 100 000 in a hundred files;
-# parsing it holds the process
-HEAD_LIMIT = 32 << 20
-ADAPTER_HEAD = 1 << 20  # bytes of an adapter's: 7 000 tensors, two for each linear layer of a model
+# Bytes of a file's header: 150 for each tensor, and the largest checkpoints have 100 000 of them in a hundred
+# files. Parsing it holds the process.
+MAX_HEADER_BYTES = 32 << 20
+MAX_ADAPTER_HEADER_BYTES = (
+    1 << 20
+)  # bytes of an adapter's header: 7 000 tensors, two for each linear layer of a model
 SHOWN = 3  # names in a sentence
-FLOATS = frozenset({"BF16", "F16", "F32"})  # any of them is read as any other
+FLOATS = frozenset({"BF16", "F16", "F32"})  # each of them can be read as any other
 
 
 class BadCheckpoint(ValueError):
@@ -37,7 +40,7 @@ class BadCheckpoint(ValueError):
 
 
 def require(holds: bool, sentence: str) -> None:
-    """Raise BadCheckpoint unless it holds."""
+    """Raise BadCheckpoint with the sentence unless the condition holds."""
     if not holds:
         raise BadCheckpoint(sentence)
 
@@ -54,12 +57,12 @@ Manifest = Mapping[str, Kind]
 
 
 @contextmanager
-def opened_regular(file: Path) -> Iterator[BufferedReader]:
-    """Open a file to read. BadCheckpoint for what is none: a pipe would wait for its writer, a device has no
-    end, and a folder has nothing to read. Links to files are followed.
+def open_regular(file: Path) -> Iterator[BufferedReader]:
+    """Open a file to read. Raises BadCheckpoint for what is no regular file: a pipe would wait for its
+    writer, a device has no end, and a folder has nothing to read. Links to files are followed.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    try:  # before Python's own file: it takes no folder
+    try:  # checked before Python's own file is made, which takes no folder
         require(
             stat.S_ISREG(os.fstat(descriptor).st_mode),
             f"{file.name} is no regular file: write weights as files, not as folders, pipes or devices",
@@ -72,22 +75,25 @@ def opened_regular(file: Path) -> Iterator[BufferedReader]:
 
 
 def check_files(path: Path) -> None:
-    """Raise BadCheckpoint where a folder has something that is neither a file nor a folder, and open each
-    file once: a disk that hangs must do so here, and not in the engine.
+    """Raise BadCheckpoint if a folder has something that is neither a file nor a folder. Each file is opened
+    once, because a disk that hangs must do so here, and not in the engine.
     """
-    for each in sorted(path.iterdir()) if path.is_dir() else ():  # else whoever loads it says what is missing
+    # Otherwise whoever loads it says what is missing.
+    for each in sorted(path.iterdir()) if path.is_dir() else ():
         if not each.is_dir():
             require(
                 each.is_file(),
                 f"{each.name} is no regular file: write weights as files, not as pipes, devices or links to"
                 " them",
             )
-            with opened_regular(each) as opened:
+            with open_regular(each) as opened:
                 opened.read(8)
 
 
-def manifest(path: Path, limit: int = HEAD_LIMIT) -> Manifest:
-    """The tensors of a checkpoint; empty where it has no safetensors files. `limit`: bytes of a header."""
+def manifest(path: Path, limit: int = MAX_HEADER_BYTES) -> Manifest:
+    """The tensors of a checkpoint. It is empty if there are no safetensors files. `limit` is in bytes of a
+    header.
+    """
     found: dict[str, Kind] = {}
     for file in sorted(path.glob("*.safetensors")):
         found |= {
@@ -98,11 +104,11 @@ def manifest(path: Path, limit: int = HEAD_LIMIT) -> Manifest:
     return found
 
 
-def head(file: Path, limit: int = HEAD_LIMIT) -> dict[str, Any]:
-    """A safetensors file's header: for each tensor shape, dtype and place, within the file; and
-    `__metadata__`, as it is.
+def head(file: Path, limit: int = MAX_HEADER_BYTES) -> dict[str, Any]:
+    """A safetensors file's header: for each tensor its shape, dtype and place, which is within the file, and
+    `__metadata__` as it is.
     """
-    with opened_regular(file) as opened:
+    with open_regular(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= limit:
             raise BadCheckpoint(
@@ -123,7 +129,7 @@ def head(file: Path, limit: int = HEAD_LIMIT) -> dict[str, Any]:
 
 
 def _end(tensor: Mapping[str, Any]) -> int:
-    """Where a tensor of a header ends. Raises ValueError and others for what is none."""
+    """Where a tensor of a header ends. Raises ValueError and others for an entry that is no tensor."""
     first, last = tensor["data_offsets"]
     numbers = (first, last, *tensor["shape"])
     if not all(type(each) is int and each >= 0 for each in numbers) or last < first:
@@ -149,7 +155,7 @@ def check_folder(path: Path, model: Manifest) -> None:
 
 def check_tensors(found: Manifest, model: Manifest) -> None:
     """Raise BadCheckpoint if a tensor is not one of the model's, or has another shape or type."""
-    # a tied output head is often listed; it is the embedding
+    # A tied output head is often listed, although it is the embedding.
     if unknown := sorted(found.keys() - model.keys() - {"lm_head.weight"}):
         raise BadCheckpoint(f"{_some(unknown)} not in the model")
     for name in found.keys() & model.keys():
@@ -161,22 +167,22 @@ def check_tensors(found: Manifest, model: Manifest) -> None:
             raise BadCheckpoint(f"{name} is {found[name].dtype}, the model's is {model[name].dtype}")
 
 
-# what checkpoints call the layers by which they draft, and what only those layers have
-_MTP = re.compile(r"(?:^|\.)mtp[._]")
-_JOINS = ".eh_proj."
+# How checkpoints name the layers by which they draft, and what only those layers have.
+_DRAFT_NAME = re.compile(r"(?:^|\.)mtp[._]")
+_DRAFT_JOIN = ".eh_proj."
 
 
 def draft_tensors(model: Manifest) -> frozenset[str]:
-    """The tensors of layers that only draft (multi-token prediction): sampling is right with old ones, and
+    """The tensors of layers that only draft (multi-token prediction). Sampling is right with old ones, and
     most trainers have none.
     """
-    layers = tuple({name.partition(_JOINS)[0] + "." for name in model if _JOINS in name})
-    return frozenset(name for name in model if _MTP.search(name) or name.startswith(layers))
+    layers = tuple({name.partition(_DRAFT_JOIN)[0] + "." for name in model if _DRAFT_JOIN in name})
+    return frozenset(name for name in model if _DRAFT_NAME.search(name) or name.startswith(layers))
 
 
 def check_whole(names: Iterable[str], model: Manifest) -> None:
     """Raise BadCheckpoint if tensors of the model are missing: they would keep their old values, and the
-    model would be neither old nor new. Those that draft may all be.
+    model would be neither old nor new. Those that draft may be missing, if all of them are.
     """
     found, drafts = set(names), draft_tensors(model)
     needed = model.keys() - (frozenset() if found & drafts else drafts)
@@ -187,11 +193,13 @@ def check_whole(names: Iterable[str], model: Manifest) -> None:
 # ── adapters ──────────────────────────────────────────────────────────────
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT's save_pretrained names them
-CONFIG_LIMIT = 1 << 20  # bytes: PEFT's own is 1 kB; one that names each module of a model, hundreds
-READ = 1 << 24  # values of a tensor looked at together
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# fields of PEFT's config that change what the adapter computes and that SGLang does not read, each with the
-# values that mean "not used"
+MAX_CONFIG_BYTES = (
+    1 << 20
+)  # bytes: PEFT's own has 1 kB, and one that names each module of a model has hundreds
+READ = 1 << 24  # values of a tensor that are checked together
+_LORA_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Fields of PEFT's config that change what the adapter computes and that SGLang does not read, each with the
+# values that mean "not used".
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
@@ -211,9 +219,9 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
-# ways to begin that change the base weights, or the layer
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
-MOST_ALPHA = 1e6  # beyond it is no scale but a mistake, and the engine's float32 would overflow
+# Initialisations that change the base weights, or the layer.
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+MAX_ALPHA = 1e6  # a larger value is no scale but a mistake, and the engine's float32 would overflow
 
 
 @frozen(kw_only=True)
@@ -226,16 +234,17 @@ class AdapterLimits:
 
 def check_adapter(path: Path, model: Manifest, limits: AdapterLimits) -> None:
     """Raise BadCheckpoint unless the folder holds a LoRA adapter in PEFT's layout that the engine samples by
-    exactly, for a model with these tensors (any if those are unknown). Reads every value.
+    exactly. It must be for a model with these tensors, or for any model if those are unknown. Reads every
+    value.
     """
-    rank, found = _check_config(path, limits), manifest(path, ADAPTER_HEAD)
+    rank, found = _check_config(path, limits), manifest(path, MAX_ADAPTER_HEADER_BYTES)
     require(
         (path / TENSORS).is_file() and len(found) > 0,
         f"there are no tensors in {path / TENSORS}: save the adapter with save_pretrained",
     )
     modules: dict[str, dict[str, Kind]] = {}
     for name, kind in found.items():
-        if (matched := _TENSOR.fullmatch(name)) is None:
+        if (matched := _LORA_TENSOR.fullmatch(name)) is None:
             raise BadCheckpoint(f"{name} is no tensor of a LoRA adapter of linear layers: leave it out")
         modules.setdefault(matched[1], {})[matched[2]] = kind
     for module, pair in modules.items():
@@ -247,8 +256,8 @@ def check_adapter(path: Path, model: Manifest, limits: AdapterLimits) -> None:
 def _check_config(path: Path, limits: AdapterLimits) -> int:
     """The adapter's rank, from a config of which SGLang ignores nothing that matters."""
     try:
-        with opened_regular(path / CONFIG) as file:
-            read = json.loads(file.read(CONFIG_LIMIT))
+        with open_regular(path / CONFIG) as file:
+            read = json.loads(file.read(MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise BadCheckpoint(f"there is no {CONFIG} under {path}: name a folder in PEFT's layout") from None
     except (ValueError, RecursionError) as error:
@@ -262,7 +271,7 @@ def _check_config(path: Path, limits: AdapterLimits) -> int:
         " start the node with a larger lora_rank",
     )
     require(
-        type(alpha) in (int, float) and abs(alpha) < MOST_ALPHA,
+        type(alpha) in (int, float) and abs(alpha) < MAX_ALPHA,
         f"lora_alpha is {_shown(alpha)}: give a number, the update is scaled by lora_alpha / r",
     )
     for name, plain in PLAIN.items():
@@ -272,7 +281,7 @@ def _check_config(path: Path, limits: AdapterLimits) -> int:
         )
     begun, targets = config["init_lora_weights"], config["target_modules"]
     require(
-        not str(begun).lower().startswith(CHANGES_BASE),
+        not str(begun).lower().startswith(BASE_CHANGING_INITS),
         f"init_lora_weights is {_shown(begun)}, which changes the base: save it as an adapter of the"
         " unchanged base (path_initial_model_for_weight_conversion) whose init_lora_weights is true",
     )
@@ -319,13 +328,13 @@ def _check_module(
         )
 
 
-# SGLang joins these into one layer: where it finds one of the first, it needs all of the second
-JOINED = (({"q_proj", "k_proj", "v_proj"}, ("q_proj", "v_proj")), ({"up_proj"}, ("gate_proj",)))
+# SGLang joins these into one layer. If it finds one of the first, it needs all of the second.
+JOINED_LAYERS = (({"q_proj", "k_proj", "v_proj"}, ("q_proj", "v_proj")), ({"up_proj"}, ("gate_proj",)))
 
 
 def _check_partners(module: str, modules: Collection[str]) -> None:
     parent, _, name = module.rpartition(".")
-    for partner in next((partners for names, partners in JOINED if name in names), ()):
+    for partner in next((partners for names, partners in JOINED_LAYERS if name in names), ()):
         require(
             f"{parent}.{partner}" in modules,
             f"{module} has an adapter and {parent}.{partner} has none: the engine joins them into one layer,"
@@ -334,10 +343,12 @@ def _check_partners(module: str, modules: Collection[str]) -> None:
 
 
 def _check_finite(file: Path) -> None:
-    """Every value is a number: one that is not would make each logprob of its calls none."""
+    """Require that every value is a finite number. One that is not would make every logprob of its calls
+    useless.
+    """
     data, listed = numpy.memmap(file, dtype=numpy.uint8, mode="r"), head(file)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    # bits of the exponent: all of them set in what is infinite or no number
+    # The bits of the exponent: all of them are set in a value that is infinite or no number.
     bits = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
     for name, each in listed.items():
         if name != "__metadata__" and (found := bits.get(each["dtype"])):
@@ -364,8 +375,8 @@ def _some(names: list[str]) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Fingerprint of a folder's files by name, size and time, to detect changes since they were loaded. Empty
-    if there are none.
+    """The fingerprint of a folder's files by name, size and time, to detect changes since they were loaded.
+    It is empty if there are none.
     """
     try:
         seen = [

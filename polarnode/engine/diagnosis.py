@@ -1,6 +1,6 @@
 """Why an engine host did not start or died, from its log, and what to do. Pure.
 
-A row of ADVICE is a pattern seen in a real log and a remedy in the words of the command line; the first match
+A row of ADVICE is a pattern seen in a real log and a remedy in the words of the command line. The first match
 wins, so special patterns come first.
 """
 
@@ -8,38 +8,39 @@ import re
 
 from attrs import frozen
 
-TAIL = 65_536  # bytes of log read: a traceback of each of SGLang's processes and the warnings between
+# Bytes of the log that are read: a traceback of each of SGLang's processes and the warnings between them.
+TAIL = 65_536
 
 
 @frozen(kw_only=True)
 class Diagnosis:
-    """`line` is the log's last meaningful line; `chance`: the same start may work the next time."""
+    """`line` is the log's last meaningful line. `chance` says that the same start may work the next time."""
 
     line: str
     advice: str
     chance: bool = False
 
 
-_PORT = r"[Aa]ddress already in use|EADDRINUSE"
-_GPU = (
+_PORT_TAKEN = r"[Aa]ddress already in use|EADDRINUSE"
+_NO_GPU = (
     r"libcuda\.so|No module named 'sgl_kernel'|common_ops|Torch not compiled with CUDA|No CUDA GPUs"
     r"|no CUDA-capable device|Found no NVIDIA driver"
 )
-# what stands in the log of an engine on a CPU for a reason of its own
+# Patterns that stand in the log of an engine on a CPU for a reason of their own.
 CPU_ADVICE: tuple[tuple[str, str], ...] = (
     (
-        _GPU,
+        _NO_GPU,
         "an argument of --engine-arg needs SGLang's kernels for GPUs, and --cpu has none: leave it out",
     ),
 )
 ADVICE: tuple[tuple[str, str], ...] = (
-    (_PORT, "another program took the port while the engine started: start again"),
+    (_PORT_TAKEN, "another program took the port while the engine started: start again"),
     (
         r"No module named 'sglang'",
         "install the engine: pip install 'polarnode[gpu]', or see README for a machine without a GPU",
     ),
     (
-        _GPU,
+        _NO_GPU,
         "no usable GPU: start with --cpu, or install the NVIDIA driver and polarnode[gpu]",
     ),
     (
@@ -84,28 +85,28 @@ ADVICE: tuple[tuple[str, str], ...] = (
     ),
     (r"No space left|Errno 28", "the disk or /dev/shm is full: make room"),
 )
-_UNKNOWN = "read the log; with --engine-arg log_level=info it says more"
+_UNKNOWN_ADVICE = "read the log; with --engine-arg log_level=info it says more"
 _ERROR = re.compile(r"^\s*(?:\[[^\]]*\]\s*)*((?:[A-Za-z_][\w.]*)?(?:Error|Exception|Exit)\b.*)$")
-_NOISE = re.compile(
+_NOISE_LINE = re.compile(
     r"kill_process_tree|SIGQUIT|[Ww]arn|resource_tracker|^\s*(File \"|\^|~|During handling)|Ignore import"
     r" error"
 )
 
 
 def diagnose(log: str, fatal_message: str | None = None, *, cpu: bool = False) -> Diagnosis:
-    """`log` is the end of the host's log, `fatal_message` the host's last message about its end, `cpu`:
-    it was started for a CPU.
+    """Find the cause and the advice. `log` is the end of the host's log, `fatal_message` the host's last
+    message about its end, and `cpu` says that it was started for a CPU.
     """
     line = _first_line(fatal_message) or _last_meaningful(log)
     for text in (line, log):
         for pattern, advice in (*CPU_ADVICE, *ADVICE) if cpu else ADVICE:
             if re.search(pattern, text):
-                return Diagnosis(line=line, advice=advice, chance=pattern == _PORT)
-    return Diagnosis(line=line, advice=_UNKNOWN)
+                return Diagnosis(line=line, advice=advice, chance=pattern == _PORT_TAKEN)
+    return Diagnosis(line=line, advice=_UNKNOWN_ADVICE)
 
 
 def _first_line(fatal_message: str | None) -> str | None:
-    """Its first line, unless it only repeats that another process failed first."""
+    """The first line of the message. None if it only repeats that another process failed first."""
     return (
         None
         if fatal_message is None or "died" in fatal_message or "EOFError" in fatal_message
@@ -116,6 +117,6 @@ def _first_line(fatal_message: str | None) -> str | None:
 def _last_meaningful(log: str) -> str:
     lines = [each.strip() for each in log.splitlines() if each.strip()]
     for line in reversed(lines):
-        if (found := _ERROR.match(line)) and not _NOISE.search(line):
+        if (found := _ERROR.match(line)) and not _NOISE_LINE.search(line):
             return found[1]
-    return next((line for line in reversed(lines) if not _NOISE.search(line)), "the log is empty")
+    return next((line for line in reversed(lines) if not _NOISE_LINE.search(line)), "the log is empty")

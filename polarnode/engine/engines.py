@@ -19,65 +19,66 @@ from polarnode.core.errors import Conflict, EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder, RowScores, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode, UpdateMode
-from polarnode.engine.adapters import Adapters
+from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.calls import Call, check_order
 from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
-from polarnode.engine.residents import Credit
+from polarnode.engine.residents import MoveDeadline
 from polarnode.engine.routing import EngineKind, EngineStatistics, Router, followed
 from polarnode.engine.scoring import ATTEMPTS, check_score
-from polarnode.engine.settings import EngineSettings, External, check, gpu_groups
-from polarnode.engine.update import ALIVE, Make, Update
+from polarnode.engine.settings import EngineSettings, ExternalEngine, check, gpu_groups
+from polarnode.engine.update import ALIVE_STATES, MessageMaker, Update
 
-# seconds a call waits while every host restarts: a 70 GB model loads in two to four minutes, and keep-alives
-# hold the harness's connection open meanwhile
-WAIT_FOR_HOST = 300.0
+# Seconds that a call waits while every host restarts: a 70 GB model loads in two to four minutes, and
+# keep-alives hold the harness's connection open meanwhile.
+HOST_WAIT_S = 300.0
 NO_ENGINE = "this node has no engine (--engine none): ask a node that has one"
-VERSIONS = 4096  # weight versions remembered: no trainer uses samples that are this many updates old
+VERSIONS = 4096  # weight versions remembered; no trainer uses samples that are this many updates old
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
 EXTERNAL_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.external")
-# below Linux's ephemeral range, where an outgoing connection could take a port between our look and its use
+# The ports lie below Linux's ephemeral range, where an outgoing connection could take a port between our look
+# and its use.
 PORTS = range(22_000, 30_000)
 
 
 @define(eq=False)
 class Engines:
-    """Satisfies `ports.Engine`. Made by `open_engines` only."""
+    """Satisfies `ports.Engine`. Only `open_engines` makes it."""
 
     _hosts: tuple[Host, ...] = ()
     _router: Router = field(factory=Router)
     _changed: trio.Event = field(factory=trio.Event)
     _paused: PauseMode | None = None
     _kind: EngineKind = "sglang"
-    _external: External | None = None
+    _external: ExternalEngine | None = None
     _versions: list[str] = field(factory=list)
     _update: Update | None = None
     _ports: set[int] = field(factory=set)
-    adapters: Adapters = field(factory=Adapters)
+    adapters: EngineAdapters = field(factory=EngineAdapters)
 
     @property
     def ports(self) -> Collection[int]:
-        """Ports of this machine that its hosts listen at, as they are taken."""
+        """Ports of this machine that its hosts listen at. The collection grows as they are taken."""
         return self._ports
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are 0 to this minus one."""
+        """Token ids are 0 to this number minus one."""
         return self._first().vocab_size if self._external is None else self._external.vocab_size
 
     @property
     def context_length(self) -> int:
-        """Tokens one request may hold, prompt and sample together: the model's context or the KV cache of the
-        smallest host.
+        """Tokens that one request may hold, prompt and sample together: the model's context or the KV cache
+        of the smallest host.
         """
         found = (host.ready.capacity for host in self._hosts if host.ready is not None)
         return min(found) if self._external is None else min(found, default=self._external.context_length)
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """The weights that were served since the node started, oldest first; the last is served now. Unknown
-        where no server of an external engine has answered.
+        """The weights that were served since the node started, oldest first; the last is served now. The
+        version is unknown where no server of an external engine has answered.
         """
         return tuple(self._versions) or (UNKNOWN_VERSION,)
 
@@ -105,11 +106,11 @@ class Engines:
     @asynccontextmanager
     async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Sample. Entering the block waits for the session's turn (`routing.FairQueue`), and for the adapter
-        where the engine has it not. Leaving it in any way ends the generation in the engine.
+        where the engine has not loaded it. Leaving the block in any way ends the generation in the engine.
 
-        Raises ContextTooLong for a prompt that leaves no room, EngineError for ids outside the vocabulary, an
-        unknown adapter, and when no host serves within WAIT_FOR_HOST; iterating raises EngineError as soon as
-        the host that serves this call dies.
+        Raises ContextTooLong for a prompt that leaves no room. Raises EngineError for ids outside the
+        vocabulary, for an unknown adapter, and when no host serves within HOST_WAIT_S. Iterating raises
+        EngineError as soon as the host that serves this call dies.
         """
         check_order(
             order,
@@ -126,7 +127,7 @@ class Engines:
                 host.end(call)
 
     async def _begin(self, order: GenerateOrder, adapter: str) -> tuple[Host, Call]:
-        """The call, once a host has taken it. If the host dies before, another one is chosen."""
+        """The call, once a host has taken it. If the host dies before that, another one is chosen."""
         while True:
             host = await self._choose(order.affinity, lambda host: host.before(order.affinity))
             call = await host.begin(order, context_length=self.context_length, adapter=adapter)
@@ -136,14 +137,15 @@ class Engines:
     # ── sessions ──────────────────────────────────────────────────────────────
 
     def begin_session(
-        self, session: str, kind: str, group: str, credit: Credit, *, waits: bool = True
+        self, session: str, kind: str, group: str, credit: MoveDeadline, *, waits: bool = True
     ) -> str | None:
-        """Give a session its place in the cache of an engine; why there is none, else None. A host that has
-        its group is best, then the one with the most room. `kind`: sessions that grow alike; `credit` moves
-        the session's deadline while its calls are held. One that does not wait begins on the best host
-        without a place: its calls are held as those of a displaced session.
+        """Give a session its place in the cache of an engine. Returns why there is none, or None if it has
+        one. A host that has a session of its group is best, then the host with the most room. `kind` groups
+        sessions that grow alike. `credit` moves the session's deadline while its calls are held. A session
+        that does not wait begins on the best host without a place: its calls are held as those of a displaced
+        session.
 
-        Without a host that serves, or whose capacity is known, every session may begin.
+        Every session may begin if no host serves, or if the capacity of some host is unknown.
         """
         ready = [host for host in self._hosts if host.state == "ready"]
         if not ready or any(host.residents.machine is None for host in ready):
@@ -160,15 +162,15 @@ class Engines:
         return "engine: its cache has no room for what another session would become"
 
     def end_session(self, session: str) -> None:
-        """Give back a session's place, wherever it has one; nothing where it has none."""
+        """Give back a session's place, on whichever host it has one. Nothing happens if it has none."""
         for host in self._hosts:
             host.residents.over(session)
 
     async def score(self, order: ScoreOrder) -> RowScores:
         """Score a row (`scoring.ScoreTurns`). Leaving early ends it in the engine.
 
-        Raises Refused for a row that the engine cannot read, EngineError when no host serves within
-        WAIT_FOR_HOST, and after ATTEMPTS at a row.
+        Raises Refused for a row that the engine cannot read. Raises EngineError when no host serves within
+        HOST_WAIT_S, and after ATTEMPTS at a row.
         """
         check_score(order, vocab_size=self.vocab_size, context_length=self.context_length)
         failures = 0
@@ -184,8 +186,8 @@ class Engines:
                         raise
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling everywhere: freeze requests with their cache, send them back to the queue, or abort
-        them. New ones wait for `resume`.
+        """Stop sampling everywhere. The mode says what happens to requests: they are frozen with their cache,
+        sent back to the queue, or aborted. New ones wait for `resume`.
         """
         self._remember_pause(mode)
         _require(await self._send_all(lambda call, _: Pause(call=call, mode=mode)), "pause")
@@ -196,13 +198,13 @@ class Engines:
 
     @asynccontextmanager
     async def updating(self, mode: UpdateMode) -> AsyncIterator[Update]:
-        """Change the weights of all hosts: load, check and commit within the block. Left without a commit,
-        the old weights are served again.
+        """Change the weights of all hosts: load, check and commit within the block. If it is left without a
+        commit, the old weights are served again.
 
-        New calls wait. Raises Refused for weights a host would not take, EngineError when one died;
-        EngineError for a second update at once, Conflict while there are adapters.
+        New calls wait meanwhile. Raises Refused for weights that a host would not take, and EngineError when
+        a host died or for a second update at once. Raises Conflict while there are adapters.
         """
-        self.adapters.insist_none()
+        self.adapters.require_none()
         if self._update is not None:
             raise EngineError("the weights are being updated: one update at a time")
         update = self._update = Update(everyone=self._hosts, mode=mode, before=self._paused)
@@ -213,7 +215,7 @@ class Engines:
             )
             yield update
         finally:
-            with trio.CancelScope(shield=True):  # bounded: each of its two steps by STEP_S
+            with trio.CancelScope(shield=True):  # bounded: each of the two steps by STEP_S
                 if not update.committed:
                     await update.roll_back()
             self._update = None
@@ -240,18 +242,22 @@ class Engines:
     async def commit(self, update: Update, loaded: Loaded) -> None:
         """Make the weights that `update` loaded and checked the node's weights."""
         self._versions = [*self._versions[1 - VERSIONS :], loaded.version]
-        with trio.CancelScope(shield=True):  # bounded by STEP_S; half a commit is none
+        with trio.CancelScope(shield=True):  # bounded by STEP_S; a commit may not stop half-way
             await update.commit(loaded)
         for host in self._hosts:
             host.residents.cold()
 
     @property
     def is_own(self) -> bool:
-        """Whether the node itself changes the weights; those of an external engine are its owner's."""
+        """Whether the node itself changes the weights. Those of an external engine are its owner's to
+        change.
+        """
         return self._external is None
 
-    def insist_own(self) -> None:
-        """Raise Conflict for weights or memory of an external engine, which are its owner's."""
+    def require_own(self) -> None:
+        """Raise Conflict if the weights and the memory are those of an external engine, which its owner
+        changes, or if there is no engine.
+        """
         if self._kind == "none":
             raise Conflict(NO_ENGINE)
         if self._external is not None:
@@ -260,11 +266,11 @@ class Engines:
                 f" servers, {', '.join(self._external.urls)}, and name each update with weight_version"
             )
 
-    async def order(self, make: Make) -> None:
-        """Send an order to every host; EngineError names those that failed. For orders that are no update:
-        process groups that receive weights, memory.
+    async def order(self, make: MessageMaker) -> None:
+        """Send an order to every host. Raises EngineError, which names the hosts that failed. This is for
+        orders that are no update: process groups that receive weights, and memory.
         """
-        hosts = [host for host in self._hosts if host.state in ALIVE]
+        hosts = [host for host in self._hosts if host.state in ALIVE_STATES]
         answers = await self._send_all(make, hosts)
         if failed := "; ".join(
             f"engine host {index}: {answer.message}" for index, answer in answers.items() if not answer.ok
@@ -282,8 +288,8 @@ class Engines:
         return tuple(host.restarts for host in self._hosts)
 
     def note_change(self) -> None:
-        """Wake the tasks that wait for a host, and send what waits at one; called when a host's state
-        changes.
+        """Wake the tasks that wait for a host, and send the calls that wait at one. A host calls this when
+        its state changes.
         """
         if self._external is not None:
             serving = [host.version for host in self._hosts if host.state == "ready"]
@@ -295,10 +301,10 @@ class Engines:
             host.admit()
 
     async def wait_started(self) -> None:
-        """Until every host serves; of an external engine, until each server was reached or is waited for.
-        Raises EngineError with the first failure's remedy.
+        """Wait until every host serves; for an external engine, until each server was reached or is waited
+        for. Raises EngineError with the remedy of the first failure.
         """
-        while any(host.state not in ALIVE and not host.is_awaited for host in self._hosts):
+        while any(host.state not in ALIVE_STATES and not host.is_awaited for host in self._hosts):
             for host in self._hosts:
                 if host.state == "failed" or (host.waiting is not None and host.waiting.unfit):
                     raise EngineError(
@@ -310,18 +316,18 @@ class Engines:
         """The host that serves a call, once there is one."""
         loads = self._loads(load)
         if not loads:  # a scope for each call would cost it 20 us
-            loads = await self._awaited_loads(load)
+            loads = await self._wait_for_loads(load)
         resident = next((host.index for host in self._hosts if host.residents.has(affinity)), None)
         return self._hosts[self._router.choose(affinity, loads, resident)]
 
     def _loads(self, load: Callable[[Host], int]) -> dict[int, int]:
-        """The load of each host that serves; empty while weights are updated."""
+        """The load of each host that serves. It is empty while weights are updated."""
         if self._update is not None:
             return {}
         return {host.index: load(host) for host in self._hosts if host.state == "ready"}
 
-    async def _awaited_loads(self, load: Callable[[Host], int]) -> dict[int, int]:
-        with trio.move_on_after(WAIT_FOR_HOST) as patience:
+    async def _wait_for_loads(self, load: Callable[[Host], int]) -> dict[int, int]:
+        with trio.move_on_after(HOST_WAIT_S) as patience:
             while not (loads := self._loads(load)):
                 if not self._hosts:
                     raise EngineError(NO_ENGINE, retryable=False)
@@ -330,23 +336,23 @@ class Engines:
                         f"every engine host keeps dying and was given up: {self._hosts[0].last_error}",
                         retryable=False,
                     )
-                # an update has its own bound, and what is left of it is not the hosts' delay
+                # An update has a bound of its own, so its time does not count against the hosts.
                 patience.deadline = (
                     inf
                     if self._update is not None
-                    else min(patience.deadline, trio.current_time() + WAIT_FOR_HOST)
+                    else min(patience.deadline, trio.current_time() + HOST_WAIT_S)
                 )
                 await self._changed.wait()
             return loads
-        raise EngineError(f"no engine host served within {WAIT_FOR_HOST:.0f} s: {self._hosts[0].last_error}")
+        raise EngineError(f"no engine host served within {HOST_WAIT_S:.0f} s: {self._hosts[0].last_error}")
 
     async def _wait_settled(self) -> None:
         while self._update is not None:
             await self._changed.wait()
 
-    async def _send_all(self, make: Make, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
-        """The answers of all serving hosts. Leaving early drops the answers; the hosts still carry out the
-        order.
+    async def _send_all(self, make: MessageMaker, hosts: Iterable[Host] | None = None) -> dict[int, Done]:
+        """The answers of all serving hosts. Leaving early drops the answers, but the hosts still carry out
+        the order.
         """
         answers: dict[int, Done] = {}
 
@@ -354,7 +360,9 @@ class Engines:
             answers[host.index] = await host.ask(lambda call: make(call, host))
 
         async with trio.open_nursery() as nursery:
-            for host in [host for host in self._hosts if host.state in ALIVE] if hosts is None else hosts:
+            for host in (
+                [host for host in self._hosts if host.state in ALIVE_STATES] if hosts is None else hosts
+            ):
                 nursery.start_soon(ask, host)
         return answers
 
@@ -373,11 +381,12 @@ class Engines:
 
 @asynccontextmanager
 async def open_engines(settings: EngineSettings, *, loaded: Loaded | None = None) -> AsyncIterator[Engines]:
-    """Start every host of `settings`, yield them once all serve, and end them after the block, without
-    leaving a process, semaphore or file.
+    """Start every host of `settings`, yield them once all serve, and end them after the block without leaving
+    a process, semaphore or file.
 
-    `loaded` are served in place of the weights they start with. Raises EngineError naming the setting to
-    change, the log, and its last meaningful line. A host that dies later is restarted alone.
+    The weights `loaded` are served in place of those that the hosts start with. Raises EngineError that names
+    the setting to change, the log, and the log's last meaningful line. A host that dies later is restarted
+    alone.
     """
     program = HOST_PROGRAM
     if settings.simulated is not None:
@@ -403,8 +412,8 @@ async def open_hosts(
             kind="sglang" if settings.simulated is None else "simulated",
             versions=[loaded.version if loaded else settings.weight_version],
         )
-    engines.adapters = Adapters(settings, lambda: engines.versions, lambda: engines._update is not None)
-    ports = _Ports(engines._ports)
+    engines.adapters = EngineAdapters(settings, lambda: engines.versions, lambda: engines._update is not None)
+    ports = _PortPool(engines._ports)
     engines._hosts = tuple(
         Host(
             index=index,
@@ -424,7 +433,7 @@ async def open_hosts(
     ours: list[BaseException] = []
     try:
         async with trio.open_nursery() as nursery:
-            # bounded by the body: cancelled right after it, on success or failure
+            # Bounded by the body: the scope is cancelled right after it, on success or failure.
             service = trio.CancelScope(shield=True)
             nursery.start_soon(_serve, engines, service)
             try:
@@ -436,7 +445,7 @@ async def open_hosts(
             finally:
                 service.cancel()
     except BaseExceptionGroup as group:
-        # the body's own error and no bug beside it: callers need not know there is a nursery
+        # This is the body's own error with no bug beside it: callers need not know that there is a nursery.
         if list(group.exceptions) == ours:
             raise ours[0] from ours[0].__cause__
         raise
@@ -453,8 +462,10 @@ async def _serve(engines: Engines, service: trio.CancelScope) -> None:
 
 
 @define(eq=False)
-class _Ports:
-    """Ports for torch's rendezvous, each used once: hosts that start together must not race for one."""
+class _PortPool:
+    """Ports for torch's rendezvous, each used once, because hosts that start together must not race for
+    one.
+    """
 
     _taken: set[int]
 

@@ -1,13 +1,14 @@
 """`python -m polarnode.engine.external`: an engine host for a server that somebody else runs and updates.
 
 To the node it speaks `engine/protocol.py` as every host does, so that routing, fairness, cancellation and the
-checks of what is sampled are the same; the server's streams are read here, off the node's loop. `Server` is
-the port to a server and `Versions` what its labels of weights mean. A kind of server is a class that
-satisfies `Server`; `external_sglang.py` has SGLang's, `external_vllm.py` vLLM's and how they are told apart.
+checks of what is sampled are the same. The server's streams are read here, off the node's loop. `Server` is
+the port to a server, and `Versions` says what its labels of weights mean. A kind of server is a class that
+satisfies `Server`: `external_sglang.py` has SGLang's, and `external_vllm.py` has vLLM's and how the two are
+told apart.
 
 Every request of the node gets exactly one end (a last `Piece`, or `Failed`). A server that is not there yet,
-or that cannot give what the node records, is waited for; one that is lost ends this process, whose calls
-fail, and the next one waits for it again.
+or that cannot give what the node records, is waited for. A server that is lost ends this process, whose calls
+fail, and the next process waits for it again.
 """
 
 import os
@@ -32,32 +33,33 @@ from polarnode.engine.protocol import (
     Abort,
     Continue,
     Done,
-    Experts,
+    ExpertShape,
     Failed,
-    Fatal,
     Forget,
     FrameDecoder,
     Generate,
+    HostFatal,
     Load,
     Message,
     Pause,
     Piece,
     Ready,
-    Score,
-    Scored,
+    RowLogprobs,
+    ScoreTokens,
     Shutdown,
     Start,
     ToNode,
     Update,
     Waiting,
-    encode_all,
+    encode_frames,
 )
 
-KEY_VARIABLE = "POLARNODE_ENGINE_KEY"  # the servers' API key; it is read from here and written nowhere
-LOOK_S = 1.0  # seconds between looks at a server's weights and load: two small requests
-# seconds between tries to reach a server: one that loads a model takes minutes, and a try costs nothing
+# The variable of the servers' API key, which is read from here and written nowhere.
+KEY_VARIABLE = "POLARNODE_ENGINE_KEY"
+LOOK_S = 1.0  # seconds between looks at a server's weights and load, which are two small requests
+# Seconds between tries to reach a server: one that loads a model takes minutes, and a try costs nothing.
 TRIES = Backoff(first_s=0.5, longest_s=5.0)
-ABORT_S = 5.0  # seconds to deliver an abort; a server also ends what nobody reads any more
+ABORT_TIMEOUT_S = 5.0  # seconds to deliver an abort; a server also ends what nobody reads any more
 READ_SIZE = 1 << 18  # bytes from the node in one system call
 
 # ── port ──────────────────────────────────────────────────────────────────────
@@ -67,22 +69,22 @@ class ServerUnreachable(Exception):
     """The server does not answer, or not in time. It may later."""
 
 
-class Unfit(Exception):
-    """The server answers, and cannot give what the node records. The sentence says what to change."""
+class UnfitServer(Exception):
+    """The server answers, but cannot give what the node records. The sentence says what to change."""
 
 
 @frozen(kw_only=True)
 class Wanted:
-    """What a server must agree with. `words`: ids of the node's tokenizer and their texts. `experts`: the
-    shape of the routed experts that the node asks for. `context_length`: most tokens of a request; None: the
-    server's.
+    """What a server must agree with. `words` are ids of the node's tokenizer and their texts. `experts` is
+    the shape of the routed experts that the node asks for. `context_length` is the most tokens of a request;
+    None means the server's own limit.
     """
 
     url: str
     vocab_size: int
     words: tuple[tuple[int, str], ...] = ()
     context_length: int | None = None
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
 
 
 Send = Callable[[ToNode], None]
@@ -97,23 +99,25 @@ class Server(Protocol):
         """The folder or name that its tokenizer comes from."""
 
     async def probe(self) -> Ready:
-        """What the server is. Raises Unfit where it cannot give exact ids, logprobs, or the wanted
+        """What the server is. Raises Unfit if it cannot give exact ids, logprobs, or the wanted
         vocabulary.
         """
 
     async def look(self) -> Load:
-        """Its load, and the version of the weights it serves now (UNKNOWN_VERSION where nobody named it)."""
+        """The server's load, and the version of the weights it serves now (UNKNOWN_VERSION if nobody named
+        it).
+        """
 
     async def generate(self, order: Generate, send: Send) -> None:
         """Sample, and send what comes, its end included. A new version is sent as a Load before its first
-        Piece. Cancelled to leave early: `abort` follows.
+        Piece. To leave early this is cancelled, and `abort` follows.
         """
 
-    async def score(self, order: Score) -> Scored | Failed:
-        """Score a row: the end of it."""
+    async def score(self, order: ScoreTokens) -> RowLogprobs | Failed:
+        """Score a row. Returns the end of it."""
 
     async def abort(self, rid: str) -> None:
-        """End a request; one that is over or unknown is ignored."""
+        """End a request. One that is over or unknown is ignored."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Hold generation on the server."""
@@ -123,11 +127,11 @@ class Server(Protocol):
 
 @define(eq=False)
 class Versions:
-    """What a server's label of its weights says. `nameless`: labels that the server has where nobody named
-    any.
+    """What a server's label of its weights means. `nameless` are the labels that the server has if nobody
+    named any.
 
-    A label names weights until other weights come under it: from then on it says nothing, until it changes.
-    `note` is given what each look finds; `source` is where the weights came from, as far as the server says
+    A label names weights until other weights come under it. From then on it says nothing, until it changes.
+    `note` is given what each look finds. `source` is where the weights came from, as far as the server says
     it.
     """
 
@@ -160,7 +164,7 @@ class Serving:
     stream: trio.SocketStream
     _outbox: list[ToNode] = field(factory=list, init=False)
     _wake: trio.Event = field(factory=trio.Event, init=False)
-    _doubt: trio.Event = field(factory=trio.Event, init=False)  # a call failed: look now
+    _look_now: trio.Event = field(factory=trio.Event, init=False)  # set when a call failed, to look at once
     _calls: dict[str, trio.CancelScope] = field(factory=dict, init=False)
 
     async def run(self, decoder: FrameDecoder) -> None:
@@ -178,7 +182,7 @@ class Serving:
                 self._handle(message, nursery)
 
     def send(self, message: ToNode) -> None:
-        """Queue a message. Bounded by the requested tokens."""
+        """Queue a message. The queue is bounded by the requested tokens."""
         self._outbox.append(message)
         self._wake.set()
 
@@ -187,14 +191,14 @@ class Serving:
             await self._wake.wait()
             self._wake = trio.Event()
             messages, self._outbox = self._outbox, []
-            for frame in encode_all(messages):
+            for frame in encode_frames(messages):
                 await self.stream.send_all(frame)
-            if any(isinstance(message, Fatal) for message in messages):
+            if any(isinstance(message, HostFatal) for message in messages):
                 whole.cancel()
 
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
-            case Generate(rid=rid) | Score(rid=rid):
+            case Generate(rid=rid) | ScoreTokens(rid=rid):
                 scope = self._calls[rid] = trio.CancelScope()
                 nursery.start_soon(self._generate, message, scope)
             case Abort(rid=rid):
@@ -212,7 +216,7 @@ class Serving:
 
     async def _follow(self) -> None:
         """Wait for the server, then report its weights and load until it is lost."""
-        self.send(await self._reached())
+        self.send(await self._wait_reachable())
         last: Load | None = None
         try:
             while True:
@@ -221,19 +225,19 @@ class Serving:
                     self.send(load)
                     last = load
                 with trio.move_on_after(LOOK_S):
-                    await self._doubt.wait()
-                self._doubt = trio.Event()
-        except (ServerUnreachable, Unfit) as error:  # it may have been replaced by another
-            self.send(Fatal(message=str(error)))
+                    await self._look_now.wait()
+                self._look_now = trio.Event()
+        except (ServerUnreachable, UnfitServer) as error:  # the server may have been replaced by another
+            self.send(HostFatal(message=str(error)))
 
-    async def _reached(self) -> Ready:
+    async def _wait_reachable(self) -> Ready:
         waiting: Waiting | None = None
         for attempt in count():
             try:
                 return await self.server.probe()
             except ServerUnreachable as error:
                 found = Waiting(message=str(error))
-            except Unfit as error:
+            except UnfitServer as error:
                 found = Waiting(message=str(error), unfit=True)
             if found != waiting:
                 self.send(found)
@@ -241,31 +245,34 @@ class Serving:
             await trio.sleep(TRIES.delay(attempt))
         raise AssertionError("it tries for ever")
 
-    async def _generate(self, order: Generate | Score, scope: trio.CancelScope) -> None:
+    async def _generate(self, order: Generate | ScoreTokens, scope: trio.CancelScope) -> None:
         over = False
         try:
             with scope:
                 await self._sampled(order)
                 over = True
-            if not over and isinstance(order, Score):
+            if not over and isinstance(order, ScoreTokens):
                 self.send(Failed(rid=order.rid, message="the row was given up", retryable=True))
             elif not over:
                 self.send(Piece(rid=order.rid, ids=b"", logprobs=b"", version="", finish="abort"))
         finally:
             self._calls.pop(order.rid, None)
             if not over:
-                with trio.move_on_after(ABORT_S, shield=True), suppress(ServerUnreachable, Unfit):
+                with (
+                    trio.move_on_after(ABORT_TIMEOUT_S, shield=True),
+                    suppress(ServerUnreachable, UnfitServer),
+                ):
                     await self.server.abort(order.rid)
 
-    async def _sampled(self, order: Generate | Score) -> None:
+    async def _sampled(self, order: Generate | ScoreTokens) -> None:
         try:
-            if isinstance(order, Score):
+            if isinstance(order, ScoreTokens):
                 self.send(await self.server.score(order))
             else:
                 await self.server.generate(order, self.send)
         except ServerUnreachable as error:
             self.send(Failed(rid=order.rid, message=str(error), retryable=True))
-            self._doubt.set()
+            self._look_now.set()
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
             self.send(Failed(rid=order.rid, message=f"{type(error).__name__}: {error}", retryable=True))
 
@@ -276,7 +283,7 @@ class Serving:
                 await self.server.pause(order.mode)
             else:
                 await self.server.resume()
-        except (ServerUnreachable, Unfit) as error:
+        except (ServerUnreachable, UnfitServer) as error:
             done = evolve(done, ok=False, message=str(error))
         self.send(done)
 
@@ -286,7 +293,7 @@ class Serving:
 
 @asynccontextmanager
 async def connect(wanted: Wanted, key: str | None) -> AsyncIterator[Server]:
-    """The server at an address. Nothing is sent yet; its kind shows when it first answers."""
+    """The server at an address. Nothing is sent yet, because the kind shows when it first answers."""
     from polarnode.engine.external_sglang import open_client
     from polarnode.engine.external_vllm import AnyServer
 
@@ -303,24 +310,24 @@ async def _converse(fd: int) -> None:
     start = messages[0]
     if not isinstance(start, Start):
         raise ValueError(f"expected Start first, got {type(start).__name__}")
-    async with connect(wanted_of(start.arguments), os.environ.get(KEY_VARIABLE) or None) as server:
+    async with connect(read_requirements(start.arguments), os.environ.get(KEY_VARIABLE) or None) as server:
         await Serving(server, stream).run(decoder)
 
 
-def wanted_of(arguments: Mapping[str, Any]) -> Wanted:
-    """The arguments of Start, as `settings.engine_arguments` makes them."""
+def read_requirements(arguments: Mapping[str, Any]) -> Wanted:
+    """Read the arguments of Start, as `settings.engine_arguments` makes them."""
     experts = arguments["experts"]
     return Wanted(
         url=arguments["url"],
         vocab_size=arguments["vocab_size"],
         words=tuple((token, text) for token, text in arguments["words"]),
         context_length=arguments["context_length"],
-        experts=None if experts is None else Experts(*experts),
+        experts=None if experts is None else ExpertShape(*experts),
     )
 
 
 def main() -> None:
-    """Read the settings, serve until ordered to stop."""
+    """Read the settings, and serve until ordered to stop."""
     parser = ArgumentParser(prog="polarnode.engine.external")
     for name in ("--fd", "--lifeline-fd"):
         parser.add_argument(name, type=int, required=True)
@@ -337,7 +344,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # under its own name: the servers' modules import it too, and its errors must be the same classes there
+    # Import this module under its own name, because the servers' modules import it too, and its errors must
+    # be the same classes there.
     from polarnode.engine.external import main as run
 
     run()

@@ -1,11 +1,12 @@
 """SGLang's own HTTP API as an engine: token ids in, sampled ids with logprobs out, streamed.
 
-Tried with SGLang 0.5.23. Of a chunk everything is checked against itself: where its tokens begin in the
-sample, one logprob a token, the ids beside the logprobs. Servers differ in whether a chunk has the new tokens
-alone (`--incremental-streaming-output`) or the whole sample so far; both are read, by `completion_tokens`.
+This was tried with SGLang 0.5.23. Everything in a chunk is checked against the rest of it: where its tokens
+begin in the sample, one logprob for each token, the ids beside the logprobs. Servers differ in whether a
+chunk has only the new tokens (`--incremental-streaming-output`) or the whole sample so far. Both are read, by
+`completion_tokens`.
 
 The weights of each token are in the last chunk (`weight_versions`), counted by SGLang's scheduler. A release
-without them labels whole chunks, after the fact: there the chunk in which the label changes is of unknown
+without them labels whole chunks, after the fact. There the chunk in which the label changes is of unknown
 weights, and so is what a disk update left under the old label.
 """
 
@@ -31,45 +32,45 @@ from polarnode.engine.embedded.control import (
     piece,
     request,
     routed,
-    score_request,
+    score_arguments,
     scored,
 )
-from polarnode.engine.external import KEY_VARIABLE, Send, ServerUnreachable, Unfit, Versions, Wanted
+from polarnode.engine.external import KEY_VARIABLE, Send, ServerUnreachable, UnfitServer, Versions, Wanted
 from polarnode.engine.protocol import (
     Failed,
     Generate,
     Load,
     Piece,
     Ready,
-    Routed,
-    Score,
-    Scored,
+    RoutedRows,
+    RowLogprobs,
+    ScoreTokens,
     ToNode,
 )
 
-NAMELESS = frozenset({"default", ""})  # what SGLang is labelled with until somebody names its weights
+UNNAMED_LABELS = frozenset({"default", ""})  # SGLang's labels until somebody names its weights
 ANSWER_S = (
     30.0  # seconds for a small request: its loop is behind by seconds when a thousand streams end at once
 )
-PROBE_S = 60.0  # seconds for a request of one token: a cold GPU compiles for it
-SCORE_S = 600.0  # seconds for a row: one of 128k tokens that waits behind agents takes minutes
-PAUSE_S = 600.0  # seconds for a pause: one by `abort` waits until every request has ended
+PROBE_TIMEOUT_S = 60.0  # seconds for a request of one token; a cold GPU compiles for it
+SCORE_TIMEOUT_S = 600.0  # seconds for a row; one of 128k tokens that waits behind agents takes minutes
+PAUSE_S = 600.0  # seconds for a pause; one by `abort` waits until every request has ended
 CONNECT_S = 10.0
 ANSWER_BYTES = (
     64 << 20
 )  # of one chunk: routed experts of 128k tokens on 48 layers of 8 are 200 MB, of 40k 64 MB
-REASON_CHARS = 300  # characters of a server's own sentence in one of ours
+REASON_CHARS = 300  # characters of a server's own sentence within one of ours
 REFUSALS = frozenset((400, 413, 422))  # statuses by which a server finds fault with what it was asked
-COMMON = 1000  # ids below it are in every vocabulary that a model is served with
-LEAST_CONTEXT = 16  # tokens: less than this is a server of something else
+COMMON_ID_LIMIT = 1000  # ids below it are in every vocabulary that a model is served with
+MIN_CONTEXT_TOKENS = 16  # tokens; a server with less than this is one of something else
 
 # ── chunks ────────────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
 class AnswerReader:
-    """Reads the chunks of one request. `take` gives the messages for the node; `failed` once one is a
-    failure.
+    """Reads the chunks of one request. `take` returns the messages for the node. `failed` is set once one of
+    them is a failure.
     """
 
     order: Generate
@@ -78,7 +79,7 @@ class AnswerReader:
     sent: int = field(default=0, init=False)
     over: bool = field(default=False, init=False)
     failed: bool = field(default=False, init=False)
-    # labels of chunks that were not the server's own when they came
+    # Labels of chunks that were not the server's own label when they came.
     labels: set[str] = field(factory=set, init=False)
     _drafts: DraftTotals = field(factory=DraftTotals, init=False)
     _label: str | None = field(init=False)
@@ -100,9 +101,10 @@ class AnswerReader:
         entries, finish = meta.get("output_token_logprobs") or [], meta.get("finish_reason")
         total = int(meta["completion_tokens"])
         if not entries and finish is not None and finish["type"] == "abort":
-            # refused or ended before it was sampled from: SGLang counts a token that it does not send
+            # The request was refused or ended before it was sampled from: SGLang counts a token that it does
+            # not send.
             total, meta = self.sent, {**meta, "weight_versions": None}
-        known = self.sent - (total - len(entries))  # of them were sent already
+        known = self.sent - (total - len(entries))  # so many of the entries were sent already
         if not 0 <= known <= len(entries):
             numbers = f"{len(entries)} tokens up to {total}, where {self.sent} were sent"
             return [self.fail(f"the server skipped tokens: {numbers}", True)]
@@ -133,13 +135,13 @@ class AnswerReader:
         return evolve(found, version=version, spans=_merged(spans))
 
     def unnamed(self, last: Piece) -> Piece:
-        """The last piece, where other weights came under the same label during the request."""
+        """The last piece, if other weights came under the same label during the request."""
         return evolve(
             last, version=UNKNOWN_VERSION, spans=((UNKNOWN_VERSION, 0, self.sent),) if self.sent else ()
         )
 
     def _top(self, meta: Mapping[str, Any], known: int) -> list[list[tuple[float, int]]]:
-        """The alternatives of the new tokens; minus infinity has no spelling in JSON."""
+        """The alternatives of the new tokens. Minus infinity has no spelling in JSON."""
         if not self.order.top_logprobs:
             return []
         rows = (meta.get("output_top_logprobs") or [])[known:]
@@ -147,7 +149,7 @@ class AnswerReader:
             [(-math.inf if entry[0] is None else entry[0], entry[1]) for entry in row or ()] for row in rows
         ]
 
-    def _experts(self, last: Piece, meta: Mapping[str, Any]) -> Sequence[Routed]:
+    def _experts(self, last: Piece, meta: Mapping[str, Any]) -> Sequence[RoutedRows]:
         if self.order.routed_from is None or self.wanted.experts is None or last.finish == "abort":
             return ()
         rows = routed(self.order, self.wanted.experts, len(self.order.prompt) // 4 + self.sent, meta)
@@ -162,12 +164,12 @@ class AnswerReader:
 
 
 def _numbers(entries: Sequence[Sequence[Any]]) -> list[tuple[float]]:
-    """The logprobs. NaN has no spelling in JSON; it is null there, and makes the request a failure."""
+    """The logprobs. NaN has no spelling in JSON: there it is null, and it makes the request a failure."""
     return [(math.nan if entry[0] is None else float(entry[0]),) for entry in entries]
 
 
 def _merged(spans: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
-    """Spans of one version next to each other as one: two labels may both be unknown."""
+    """The spans, with those of one version next to each other joined: two labels may both be unknown."""
     found: list[tuple[str, int, int]] = []
     for version, start, end in spans:
         if found and found[-1][0] == version and found[-1][2] == start:
@@ -195,12 +197,14 @@ def _reason(error: object) -> tuple[str, bool, bool]:
 
 
 def generate_body(order: Generate, *, deterministic: bool) -> bytes:
-    """The body of /generate. Only what is asked for is named: an older server does not know the rest."""
+    """The body of /generate. Only what is asked for is named, because an older server does not know the
+    rest.
+    """
     body = request(order)
     body["sampling_params"] = {
         name: value
         for name, value in order.sampling.items()
-        # without deterministic inference a seed means nothing, and older servers refuse it
+        # Without deterministic inference a seed means nothing, and older servers refuse it.
         if name != "sampling_seed" or deterministic
     }
     for name in ("custom_logit_processor", "require_reasoning", "return_routed_experts"):
@@ -213,14 +217,14 @@ def generate_body(order: Generate, *, deterministic: bool) -> bytes:
 
 @define(eq=False)
 class EventReader:
-    """The events of a stream, `data: JSON` with an empty line between them, however it is cut. `[DONE]` is
-    none.
+    """The events of a stream, however it is cut: `data: JSON` with an empty line between them. `[DONE]` is no
+    event.
     """
 
     _buffer: bytearray = field(factory=bytearray, init=False)
 
     def feed(self, part: bytes) -> list[Mapping[str, Any]]:
-        start = max(0, len(self._buffer) - 1)  # an end may be cut in two; what is before was searched
+        start = max(0, len(self._buffer) - 1)  # an end may be cut in two, and what is before was searched
         self._buffer += part
         found = []
         while (end := self._buffer.find(b"\n\n", start)) >= 0:
@@ -237,11 +241,11 @@ class EventReader:
 # ── requests ──────────────────────────────────────────────────────────────────
 
 
-class Late(ServerUnreachable):
+class AnswerTimeout(ServerUnreachable):
     """The server did not answer in time."""
 
 
-class Missing(Unfit):
+class MissingRoute(UnfitServer):
     """The server has no such route."""
 
 
@@ -251,7 +255,7 @@ def refusal(status: int, content: bytes) -> tuple[str, bool]:
     return f"HTTP {status}: {text[:REASON_CHARS]}", status >= 500 or status in (408, 429)
 
 
-Take = Callable[[Mapping[str, Any]], Awaitable[None]]  # one event of an answer's stream
+EventHandler = Callable[[Mapping[str, Any]], Awaitable[None]]  # what handles one event of an answer's stream
 
 
 @define(eq=False)
@@ -269,44 +273,46 @@ class HttpApi:
     async def sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, within: float = ANSWER_S
     ) -> Any:
-        """The JSON of an answer; None where it has no body."""
+        """Send a request and return the JSON of its answer. None if the answer has no body."""
         content = None if body is None else orjson.dumps(body)
         with self.errors():
             try:
                 with trio.fail_after(within):
                     response = await self.client.request(method, path, content=content)
             except trio.TooSlowError:
-                raise Late(f"{self._url} did not answer /{path} within {within:.0f} s") from None
+                raise AnswerTimeout(f"{self._url} did not answer /{path} within {within:.0f} s") from None
         status = response.status_code
         if status == 200:
             try:
                 return orjson.loads(response.content) if response.content else None
             except orjson.JSONDecodeError:
-                raise Unfit(
+                raise UnfitServer(
                     f"{self._url} answers /{path} with no JSON: it is no {self.kind} server"
                 ) from None
         if status in (401, 403):
-            raise Unfit(f"{self._url} wants an API key: set {KEY_VARIABLE} in the node's environment")
+            raise UnfitServer(f"{self._url} wants an API key: set {KEY_VARIABLE} in the node's environment")
         if status == 404:
-            raise Missing(
+            raise MissingRoute(
                 f"{self._url} has no /{path}: it is no {self.kind} server; of a router name the servers"
             )
         sentence, retryable = refusal(status, response.content)
-        raise (ServerUnreachable if retryable else Unfit)(f"{self._url} answers /{path} with {sentence}")
+        raise (ServerUnreachable if retryable else UnfitServer)(
+            f"{self._url} answers /{path} with {sentence}"
+        )
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """A broken connection as ServerUnreachable."""
+        """Raise ServerUnreachable for a broken connection."""
         try:
             yield
         except httpx2.HTTPError as error:
             raise ServerUnreachable(f"{self._url}: {str(error) or type(error).__name__}") from error
 
     async def stream_answer(
-        self, path: str, content: bytes, answer: AnswerReader, send: Send, take: Take
+        self, path: str, content: bytes, answer: AnswerReader, send: Send, take: EventHandler
     ) -> None:
         """Sample: give each event of the response to `take`, until the answer is over. Raises
-        ServerUnreachable where the stream ends before.
+        ServerUnreachable if the stream ends before that.
         """
         with self.errors(), trio.CancelScope() as enough:
             async with self.client.stream("POST", path, content=content) as response:
@@ -321,14 +327,14 @@ class HttpApi:
 
 
 async def _read(
-    response: httpx2.Response, answer: AnswerReader, take: Take, enough: trio.CancelScope
+    response: httpx2.Response, answer: AnswerReader, take: EventHandler, enough: trio.CancelScope
 ) -> None:
     reader = EventReader()
     async for part in response.aiter_raw():
         for event in reader.feed(part):
             await take(event)
             if answer.over:
-                # leaving without an error closes the generators inside the response properly
+                # Leaving without an error closes the generators inside the response properly.
                 enough.cancel()
                 break
 
@@ -341,22 +347,22 @@ class SglangServer(HttpApi):
     """`Server` over SGLang's HTTP API."""
 
     kind = "SGLang"
-    versions: Versions = field(factory=lambda: Versions(nameless=NAMELESS))
+    versions: Versions = field(factory=lambda: Versions(nameless=UNNAMED_LABELS))
     _load: Load = field(factory=lambda: _idle(0), init=False)
     _facts: Mapping[str, Any] = field(factory=dict, init=False)
-    _loads: bool = field(default=True, init=False)  # it has /v1/loads
+    _loads: bool = field(default=True, init=False)  # the server has /v1/loads
     _paused: PauseMode | None = field(default=None, init=False)
-    _looking: trio.Lock = field(factory=trio.Lock, init=False)
+    _look_lock: trio.Lock = field(factory=trio.Lock, init=False)
 
     # ── what it is ────────────────────────────────────────────────────────────
 
     async def model(self) -> str:
-        facts = await self._get("model_info", "get_model_info")
+        facts = await self._get_facts("model_info", "get_model_info")
         return str(facts.get("tokenizer_path") or facts.get("model_path"))
 
     async def probe(self) -> Ready:
-        model = await self._get("model_info", "get_model_info")
-        self._facts = facts = {**await self._get("server_info", "get_server_info"), **model}
+        model = await self._get_facts("model_info", "get_model_info")
+        self._facts = facts = {**await self._get_facts("server_info", "get_server_info"), **model}
         self._check(facts)
         await self._check_tokens()
         self._note(model)
@@ -365,8 +371,8 @@ class SglangServer(HttpApi):
         capacity = min(
             filter(None, (most, _whole(facts, "context_length"), self.wanted.context_length)), default=0
         )
-        if capacity < LEAST_CONTEXT:
-            raise Unfit(
+        if capacity < MIN_CONTEXT_TOKENS:
+            raise UnfitServer(
                 f"{self._url} does not say how long a request may be: start the node with --context-length"
             )
         return Ready(
@@ -398,21 +404,21 @@ class SglangServer(HttpApi):
         )
         for holds, sentence in rules:
             if not holds:
-                raise Unfit(f"{self._url} {sentence}")
+                raise UnfitServer(f"{self._url} {sentence}")
         if facts.get("speculative_algorithm") and (reason := inexact(facts)):
-            raise Unfit(f"{self._url} was started with {reason}")
+            raise UnfitServer(f"{self._url} was started with {reason}")
 
     async def _check_tokens(self) -> None:
         """Sample behind words of the node's tokenizer, and compare what the server makes of them. The common
-        ones first: an id beyond its vocabulary ends an SGLang server.
+        words come first, because an id beyond its vocabulary ends an SGLang server.
         """
         words = self.wanted.words
-        if await self._compare([word for word in words if word[0] < COMMON] or [(0, "")]) and words:
+        if await self._compare([word for word in words if word[0] < COMMON_ID_LIMIT] or [(0, "")]) and words:
             await self._compare(words)
 
     async def _compare(self, words: Sequence[tuple[int, str]]) -> bool:
-        """Sample one token. Whether the server has the texts of ids, and then they are the same; a server
-        without a tokenizer has none.
+        """Sample one token. Returns whether the server has the texts of ids, which are then the same. A
+        server without a tokenizer has none.
         """
         ids = [token for token, _ in words]
         body = {
@@ -424,10 +430,11 @@ class SglangServer(HttpApi):
             "return_text_in_logprobs": True,
         }
         try:
-            answer = await self.sent("POST", "generate", body, within=PROBE_S)
-        except Late:
+            answer = await self.sent("POST", "generate", body, within=PROBE_TIMEOUT_S)
+        except AnswerTimeout:
             raise ServerUnreachable(
-                f"{self._url} did not sample a token within {PROBE_S:.0f} s: is its generation paused?"
+                f"{self._url} did not sample a token within {PROBE_TIMEOUT_S:.0f} s: is its generation"
+                " paused?"
             ) from None
         try:
             meta = answer["meta_info"]
@@ -438,13 +445,13 @@ class SglangServer(HttpApi):
         except (KeyError, TypeError, IndexError, ValueError):
             exact, texts = False, []
         if not exact:
-            raise Unfit(
+            raise UnfitServer(
                 f"{self._url} gives no exact ids and logprobs of what it samples: it cannot be recorded"
             )
         for (token, text), theirs in zip(words, texts, strict=True):
-            # some decoders leave out the space before a lone word
+            # Some decoders leave out the space before a lone word.
             if theirs is not None and text and theirs.strip() != text.strip():
-                raise Unfit(
+                raise UnfitServer(
                     f"{self._url} has another vocabulary than --model: token {token} is {theirs!r} there and"
                     f" {text!r} here; name the folder of the model that it serves"
                 )
@@ -460,13 +467,13 @@ class SglangServer(HttpApi):
         return self._load
 
     async def _look_at_weights(self) -> None:
-        async with self._looking:  # one after another: an older answer must not replace a newer one
-            self._note(await self._get("model_info", "get_model_info"))
+        async with self._look_lock:  # one after another, because an older answer must not replace a newer one
+            self._note(await self._get_facts("model_info", "get_model_info"))
 
     async def _look_at_load(self) -> None:
         try:
             ranks = (await self.sent("GET", "v1/loads", None))["loads"]
-        except (Unfit, KeyError, TypeError):  # an older release: the node counts its own requests
+        except (UnfitServer, KeyError, TypeError):  # an older release, so the node counts its own requests
             self._loads = False
             return
         self._load = evolve(
@@ -503,39 +510,40 @@ class SglangServer(HttpApi):
     async def _take(self, answer: AnswerReader, send: Send, event: Mapping[str, Any]) -> None:
         label = _label(event)
         if label is not None and label != self.versions.label and label not in answer.labels:
-            answer.labels.add(label)  # chunks of the weights before may still be on their way: look once
+            # Chunks of the weights before may still be on their way, so this looks once.
+            answer.labels.add(label)
             send(await self.look())
         messages = list(answer.take(event))
         last = messages[-1]
-        if isinstance(last, Piece) and last.finish is not None and label not in (None, *NAMELESS):
+        if isinstance(last, Piece) and last.finish is not None and label not in (None, *UNNAMED_LABELS):
             await self._look_at_weights()
             if self.versions.named(label or "") == UNKNOWN_VERSION:
                 messages[-1] = answer.unnamed(last)
         for message in messages:
             send(message)
 
-    async def score(self, order: Score) -> Scored | Failed:
+    async def score(self, order: ScoreTokens) -> RowLogprobs | Failed:
         began = self._version
         try:
             answer = await self.sent(
-                "POST", "generate", {**score_request(order), "stream": False}, within=SCORE_S
+                "POST", "generate", {**score_arguments(order), "stream": False}, within=SCORE_TIMEOUT_S
             )
             meta = answer["meta_info"]
             label = str(meta.get("weight_version", ""))
             if label != self.versions.label:
                 await self._look_at_weights()
             version = self.versions.named(label)
-            # of a part that other weights may have read nothing is said
+            # If other weights may have read a part of the row, no version is named.
             return scored(order, meta, version if version == began else UNKNOWN_VERSION)
-        except Unfit as error:
+        except UnfitServer as error:
             return Failed(rid=order.rid, message=str(error), retryable=False)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = f"{self._url}: an answer of another shape ({type(error).__name__}: {error})"
             return Failed(rid=order.rid, message=message, retryable=False)
 
     async def abort(self, rid: str) -> None:
-        # a server with an admin key refuses it, and ends the request because nobody reads it any more
-        with suppress(Unfit):
+        # A server with an admin key refuses this, and ends the request because nobody reads it any more.
+        with suppress(UnfitServer):
             await self.sent("POST", "abort_request", {"rid": rid})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -548,11 +556,11 @@ class SglangServer(HttpApi):
         await self.sent("POST", "continue_generation", {})
         self._paused = None
 
-    async def _get(self, path: str, before: str) -> Mapping[str, Any]:
-        """A GET under its name, or the name that older releases have for it."""
+    async def _get_facts(self, path: str, before: str) -> Mapping[str, Any]:
+        """A GET under its name, or under the name that older releases have for it."""
         try:
             found: Mapping[str, Any] = await self.sent("GET", path, None)
-        except Missing:
+        except MissingRoute:
             found = await self.sent("GET", before, None)
         return found
 
@@ -577,7 +585,7 @@ async def open_client(wanted: Wanted, key: str | None) -> AsyncIterator[httpx2.A
         base_url=base,
         headers=headers,
         timeout=httpx2.Timeout(None, connect=CONNECT_S),
-        # the node's queue decides how many requests there are at once
+        # The node's queue decides how many requests there are at once.
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         trust_env=not is_loopback(base.host),
     ) as client:

@@ -1,12 +1,12 @@
 """vLLM's HTTP API as an engine: token ids in, sampled ids with logprobs out, streamed.
 
-Of vLLM 0.33.0 (its sdist): `/inference/v1/generate` of `vllm serve --enable-scale-out` gives the sampled ids,
-a logprob for each and, at the end, the weights of each token, as vLLM's engine counted them
+This is written for vLLM 0.33.0 (its sdist). `/inference/v1/generate` of `vllm serve --enable-scale-out` gives
+the sampled ids, a logprob for each and, at the end, the weights of each token, as vLLM's engine counted them
 (vllm/entrypoints/scale_out/token_in_token_out). The probe also finds out whether logprobs are those of the
 distribution that was sampled (`--logprobs-mode processed_logprobs`): vLLM's default are those before
-temperature. The RLHF routes (`/pause`, `/weight_info`) are there with VLLM_SERVER_DEV_MODE=1 alone.
+temperature. The RLHF routes (`/pause`, `/weight_info`) exist only with VLLM_SERVER_DEV_MODE=1.
 
-A chunk is brought into SGLang's shape, and read and checked as SGLang's are.
+A chunk is brought into SGLang's shape, and is then read and checked as SGLang's are.
 """
 
 import math
@@ -22,43 +22,52 @@ from attrs import define, evolve, field
 
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode
-from polarnode.engine.external import Send, Server, ServerUnreachable, Unfit, Versions
+from polarnode.engine.external import Send, Server, ServerUnreachable, UnfitServer, Versions
 from polarnode.engine.external_sglang import (
-    LEAST_CONTEXT,
-    NAMELESS,
+    MIN_CONTEXT_TOKENS,
     PAUSE_S,
-    PROBE_S,
-    SCORE_S,
+    PROBE_TIMEOUT_S,
+    SCORE_TIMEOUT_S,
+    UNNAMED_LABELS,
     AnswerReader,
     HttpApi,
-    Missing,
+    MissingRoute,
     SglangServer,
 )
-from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready, Score, Scored
+from polarnode.engine.protocol import Failed, Generate, Load, Piece, Ready, RowLogprobs, ScoreTokens
 
 GENERATE = "inference/v1/generate"
-ABORT = "inference/v1/abort_requests"
-NO_LOGPROB = -9999.0  # vLLM's spelling of minus infinity, of NaN and of a logprob that is not there
-NO_RLHF = "has no /pause and /resume: start vLLM with VLLM_SERVER_DEV_MODE=1"
-PROBED = 5  # candidates compared by the probe: the spread of the first and the last shows the temperature
+ABORT_PATH = "inference/v1/abort_requests"
+NO_LOGPROB = -9999.0  # vLLM's spelling of minus infinity, of NaN and of a missing logprob
+NO_RLHF_ROUTES = "has no /pause and /resume: start vLLM with VLLM_SERVER_DEV_MODE=1"
+PROBE_CANDIDATES = (
+    5  # candidates compared by the probe; the distance of the first and the last shows the temperature
+)
 CONSTRAINTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-# SGLang's names of sampling parameters, which the node's orders have, and vLLM's
-SAME = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+# The sampling parameters that have the same name in SGLang, whose names the node's orders have, and in vLLM.
+SHARED_PARAMETERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 
 # ── bodies and chunks ─────────────────────────────────────────────────────────
 
 
 def generate_body(order: Generate) -> dict[str, Any]:
-    """The body of GENERATE. Raises ValueError for what vLLM cannot do, with a sentence."""
+    """The body of GENERATE. Raises ValueError with a sentence for what vLLM cannot do."""
     if order.processor is not None:
         raise ValueError("vLLM takes no logit processor with a request: use the node's own engine or SGLang")
     if order.constraint_after is not None:
         raise ValueError("vLLM serves no constraint that begins after a thought: ask without thinking")
     given = order.sampling
-    sampling: dict[str, Any] = {name: given[name] for name in SAME if name in given}
+    sampling: dict[str, Any] = {name: given[name] for name in SHARED_PARAMETERS if name in given}
     sampling |= {
         "max_tokens": given["max_new_tokens"],
-        "top_k": max(0, int(str(given.get("top_k", -1)))),  # 0 is the whole vocabulary
+        "top_k": max(0, int(str(given.get("top_k", -1)))),  # 0 means the whole vocabulary
         "logprobs": order.top_logprobs,
         "detokenize": False,
     }
@@ -71,8 +80,10 @@ def generate_body(order: Generate) -> dict[str, Any]:
     return {"request_id": order.rid, "token_ids": ids, "sampling_params": sampling, "stream": True}
 
 
-def event_of(chunk: Mapping[str, Any], *, before: int, top_logprobs: int) -> Mapping[str, Any] | None:
-    """A chunk as SGLang would send it; None for one without a choice. `before`: tokens of earlier chunks."""
+def sglang_event(chunk: Mapping[str, Any], *, before: int, top_logprobs: int) -> Mapping[str, Any] | None:
+    """A chunk as SGLang would send it. None for a chunk without a choice. `before` is the number of tokens of
+    earlier chunks.
+    """
     if "error" in chunk:
         return chunk
     if not chunk["choices"]:
@@ -82,9 +93,9 @@ def event_of(chunk: Mapping[str, Any], *, before: int, top_logprobs: int) -> Map
     content: Sequence[Mapping[str, Any]] = (choice["logprobs"] or {}).get("content") or []
     meta: dict[str, Any] = {
         "completion_tokens": before + len(ids),
-        "output_token_logprobs": [[_logprob(each), each["token_id"]] for each in content],
-        "output_top_logprobs": [_best(each["top_logprobs"], top_logprobs) for each in content],
-        "weight_version": "",  # of a chunk vLLM does not say it
+        "output_token_logprobs": [[_entry_logprob(each), each["token_id"]] for each in content],
+        "output_top_logprobs": [_best_candidates(each["top_logprobs"], top_logprobs) for each in content],
+        "weight_version": "",  # vLLM does not say it of a single chunk
     }
     if choice["finish_reason"] is not None:
         matched = choice.get("stop_reason")
@@ -96,18 +107,18 @@ def event_of(chunk: Mapping[str, Any], *, before: int, top_logprobs: int) -> Map
     return {"meta_info": meta, "output_ids": ids}
 
 
-def _logprob(entry: Mapping[str, Any]) -> float | None:
+def _entry_logprob(entry: Mapping[str, Any]) -> float | None:
     value = float(entry["logprob"])
     return None if value <= NO_LOGPROB else value
 
 
-def _best(candidates: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
-    """The likeliest candidates; vLLM's list begins with the sampled token, whatever its rank."""
+def _best_candidates(candidates: Sequence[Mapping[str, Any]], most: int) -> list[list[Any]]:
+    """The likeliest candidates. vLLM's list begins with the sampled token, whatever its rank."""
     ranked = sorted(
         (each for each in candidates if each["rank"] is not None and each["rank"] <= most),
         key=lambda each: int(each["rank"]),
     )
-    return [[_logprob(each), each["token_id"]] for each in ranked[:most]]
+    return [[_entry_logprob(each), each["token_id"]] for each in ranked[:most]]
 
 
 # ── server ────────────────────────────────────────────────────────────────────
@@ -118,36 +129,38 @@ class VllmServer(HttpApi):
     """`Server` over vLLM's HTTP API."""
 
     kind = "vLLM"
-    versions: Versions = field(factory=lambda: Versions(nameless=NAMELESS))
+    versions: Versions = field(factory=lambda: Versions(nameless=UNNAMED_LABELS))
     _load: Load = field(
         factory=lambda: Load(running=0, waiting=0, token_usage=0.0, weight_version=UNKNOWN_VERSION),
         init=False,
     )
-    _known: set[str] = field(factory=set, init=False)  # versions that the node was sent
-    _names: bool = field(default=True, init=False)  # it has /weight_info
+    _known: set[str] = field(factory=set, init=False)  # versions that were sent to the node
+    _names: bool = field(default=True, init=False)  # the server has /weight_info
 
     # ── what it is ────────────────────────────────────────────────────────────
 
     async def model(self) -> str:
-        card = await self._card()
+        card = await self._model_card()
         return str(card.get("root") or card["id"])
 
-    async def _card(self) -> Mapping[str, Any]:
+    async def _model_card(self) -> Mapping[str, Any]:
         cards = (await self.sent("GET", "v1/models", None))["data"]
         card: Mapping[str, Any] = next((each for each in cards if each.get("parent") is None), cards[0])
         return card
 
     async def probe(self) -> Ready:
         if self.wanted.experts is not None:
-            raise Unfit(f"{self._url} is vLLM, whose routed experts a node does not read: use SGLang")
+            raise UnfitServer(f"{self._url} is vLLM, whose routed experts a node does not read: use SGLang")
         version = str((await self.sent("GET", "version", None)).get("version", ""))
-        card = await self._card()
+        card = await self._model_card()
         await self._check_words()
         await self._check_logprobs()
         most = card.get("max_model_len") or 0
         capacity = min(filter(None, (int(most), self.wanted.context_length)), default=0)
-        if capacity < LEAST_CONTEXT:
-            raise Unfit(f"{self._url} does not say how long a request may be: give the node --context-length")
+        if capacity < MIN_CONTEXT_TOKENS:
+            raise UnfitServer(
+                f"{self._url} does not say how long a request may be: give the node --context-length"
+            )
         await self.look()
         return Ready(
             vocab_size=self.wanted.vocab_size,
@@ -160,53 +173,59 @@ class VllmServer(HttpApi):
         )
 
     async def _check_words(self) -> None:
-        """Compare words of the vocabulary, where the server has a tokenizer."""
+        """Compare words of the vocabulary, if the server has a tokenizer."""
         for token, text in self.wanted.words:
             try:
                 found = await self.sent("POST", "detokenize", {"tokens": [token]})
-            except (Unfit, ServerUnreachable):  # --tokens-only has no tokenizer: --model is trusted
+            # A server with --tokens-only has no tokenizer, and --model is trusted.
+            except (UnfitServer, ServerUnreachable):
                 return
             theirs = str(found["prompt"])
             if theirs.strip() != text.strip():
-                raise Unfit(
+                raise UnfitServer(
                     f"{self._url} has another vocabulary than --model: token {token} is {theirs!r} there and"
                     f" {text!r} here; name the folder of the model that it serves"
                 )
 
     async def _check_logprobs(self) -> None:
         """Sample a token at two temperatures. With twice the temperature the candidates' logprobs, less the
-        likeliest's, are half: unless they are those before temperature.
+        likeliest's, are half as large, unless they are those before temperature.
         """
-        cool, warm = await self._candidates(1.0), await self._candidates(2.0)
+        cool, warm = await self._candidate_logprobs(1.0), await self._candidate_logprobs(2.0)
         for one, half in zip(cool, warm, strict=True):
             if abs(half - one / 2) > 0.02 + 0.1 * abs(one):
-                raise Unfit(
+                raise UnfitServer(
                     f"{self._url} gives logprobs of another distribution than it samples: start vLLM with"
                     " --logprobs-mode processed_logprobs"
                 )
 
-    async def _candidates(self, temperature: float) -> list[float]:
-        """Logprobs of the likeliest tokens, less that of the first."""
+    async def _candidate_logprobs(self, temperature: float) -> list[float]:
+        """The logprobs of the likeliest tokens, less that of the first."""
         ids = [token for token, _ in self.wanted.words] or [0]
-        sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": PROBED, "detokenize": False}
+        sampling = {
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": PROBE_CANDIDATES,
+            "detokenize": False,
+        }
         body = {"request_id": uuid4().hex, "token_ids": ids, "sampling_params": sampling}
         try:
-            answer = await self.sent("POST", GENERATE, body, within=PROBE_S)
-        except Missing:
-            raise Unfit(
+            answer = await self.sent("POST", GENERATE, body, within=PROBE_TIMEOUT_S)
+        except MissingRoute:
+            raise UnfitServer(
                 f"{self._url} is vLLM without /{GENERATE}, which gives exact ids: start it with"
                 " --enable-scale-out (vLLM 0.33)"
             ) from None
         try:
             choice = answer["choices"][0]
             (entry,) = choice["logprobs"]["content"]
-            best = _best(entry["top_logprobs"], PROBED)
+            best = _best_candidates(entry["top_logprobs"], PROBE_CANDIDATES)
             found = [float(logprob) - float(best[0][0]) for logprob, _ in best if logprob is not None]
-            exact = choice["token_ids"] == [entry["token_id"]] and _logprob(entry) is not None
+            exact = choice["token_ids"] == [entry["token_id"]] and _entry_logprob(entry) is not None
         except (KeyError, TypeError, ValueError, IndexError):
             exact, found = False, []
-        if not exact or len(found) != PROBED or not all(map(math.isfinite, found)):
-            raise Unfit(
+        if not exact or len(found) != PROBE_CANDIDATES or not all(map(math.isfinite, found)):
+            raise UnfitServer(
                 f"{self._url} gives no exact ids and logprobs of what it samples: it cannot be recorded"
             )
         return found
@@ -214,17 +233,17 @@ class VllmServer(HttpApi):
     # ── looks ─────────────────────────────────────────────────────────────────
 
     async def look(self) -> Load:
-        """The version that is served; vLLM's load is not asked for, and the node counts its own requests."""
+        """The version that is served. vLLM's load is not asked for, and the node counts its own requests."""
         if self._names:
             try:
                 found = await self.sent("GET", "weight_info", None)
-            except Missing:  # without VLLM_SERVER_DEV_MODE: the answers alone say it
+            except MissingRoute:  # without VLLM_SERVER_DEV_MODE only the answers say it
                 self._names = False
                 await self.sent("GET", "version", None)
             else:
                 self._serve(str(found["weight_version"]))
         else:
-            await self.sent("GET", "version", None)  # whether it is there
+            await self.sent("GET", "version", None)  # asks whether the server is there
         return self._load
 
     def _serve(self, label: str) -> Load:
@@ -250,7 +269,7 @@ class VllmServer(HttpApi):
 
     async def _take(self, answer: AnswerReader, send: Send, chunk: Mapping[str, Any]) -> None:
         try:
-            event = event_of(chunk, before=answer.sent, top_logprobs=answer.order.top_logprobs)
+            event = sglang_event(chunk, before=answer.sent, top_logprobs=answer.order.top_logprobs)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             send(answer.fail(f"a chunk of another shape ({type(error).__name__}: {error})", True))
             return
@@ -271,34 +290,34 @@ class VllmServer(HttpApi):
         if new and self._names:
             send(await self.look())
 
-    async def score(self, order: Score) -> Scored | Failed:
-        """A row by `prompt_logprobs`, which are of the logits at temperature 1 whatever is sampled; vLLM then
-        computes the whole prompt, and samples one token.
+    async def score(self, order: ScoreTokens) -> RowLogprobs | Failed:
+        """Score a row by `prompt_logprobs`, which are of the logits at temperature 1 whatever is sampled.
+        vLLM then computes the whole prompt, and samples one token.
         """
         ids = array("i", order.row).tolist()
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
         body = {"request_id": order.rid, "token_ids": ids, "sampling_params": sampling}
         try:
-            answer = await self.sent("POST", GENERATE, body, within=SCORE_S)
+            answer = await self.sent("POST", GENERATE, body, within=SCORE_TIMEOUT_S)
             rows = answer["prompt_logprobs"][order.start :]
             values = [
                 float(row[str(token)]["logprob"]) for row, token in zip(rows, ids[order.start :], strict=True)
             ]
-        except Unfit as error:
+        except UnfitServer as error:
             return Failed(rid=order.rid, message=str(error), retryable=False)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = f"{self._url} gives no logprobs of a prompt ({type(error).__name__}: {error})"
             return Failed(rid=order.rid, message=message, retryable=False)
         version = (await self.look()).weight_version
-        return Scored(rid=order.rid, logprobs=array("f", values).tobytes(), version=version)
+        return RowLogprobs(rid=order.rid, logprobs=array("f", values).tobytes(), version=version)
 
     async def abort(self, rid: str) -> None:
-        # vLLM also ends what nobody reads any more
-        with suppress(Unfit):
-            await self.sent("POST", ABORT, {"request_ids": [f"generate-tokens-{rid}"]})
+        # vLLM also ends what nobody reads any more.
+        with suppress(UnfitServer):
+            await self.sent("POST", ABORT_PATH, {"request_ids": [f"generate-tokens-{rid}"]})
 
     async def pause(self, mode: PauseMode) -> None:
-        """Freeze every request (`keep`), the new ones too; with "abort" those in progress are ended first."""
+        """Freeze every request (`keep`), the new ones too. With "abort" those in progress are ended first."""
         try:
             if mode == "retract":
                 raise ServerUnreachable(
@@ -307,17 +326,17 @@ class VllmServer(HttpApi):
             if mode == "abort":
                 await self.sent("POST", "abort_requests", {}, within=PAUSE_S)
             await self.sent("POST", "pause?mode=keep", None, within=PAUSE_S)
-        except Missing:
-            raise ServerUnreachable(f"{self._url} {NO_RLHF}") from None
-        except Unfit as error:
+        except MissingRoute:
+            raise ServerUnreachable(f"{self._url} {NO_RLHF_ROUTES}") from None
+        except UnfitServer as error:
             raise ServerUnreachable(str(error)) from None
 
     async def resume(self) -> None:
         try:
             await self.sent("POST", "resume", None)
-        except Missing:
-            raise ServerUnreachable(f"{self._url} {NO_RLHF}") from None
-        except Unfit as error:
+        except MissingRoute:
+            raise ServerUnreachable(f"{self._url} {NO_RLHF_ROUTES}") from None
+        except UnfitServer as error:
             raise ServerUnreachable(str(error)) from None
 
 
@@ -326,7 +345,7 @@ class VllmServer(HttpApi):
 
 @define(eq=False)
 class AnyServer(HttpApi):
-    """A server of either kind: vLLM has /version, SGLang has not."""
+    """A server of either kind: vLLM has /version, and SGLang has not."""
 
     kind = "SGLang or vLLM"
     _found: Server | None = field(default=None, init=False)
@@ -335,7 +354,7 @@ class AnyServer(HttpApi):
         if self._found is None:
             try:
                 await self.sent("GET", "version", None)
-            except Missing:
+            except MissingRoute:
                 self._found = SglangServer(self.wanted, self.client)
             else:
                 self._found = VllmServer(self.wanted, self.client)
@@ -353,7 +372,7 @@ class AnyServer(HttpApi):
     async def generate(self, order: Generate, send: Send) -> None:
         await (await self._server()).generate(order, send)
 
-    async def score(self, order: Score) -> Scored | Failed:
+    async def score(self, order: ScoreTokens) -> RowLogprobs | Failed:
         return await (await self._server()).score(order)
 
     async def abort(self, rid: str) -> None:

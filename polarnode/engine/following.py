@@ -1,10 +1,10 @@
-"""A node of a log that others write to: it takes the weights and adapters that the others were sent.
+"""A node of a log that others write to takes the weights and adapters that the others were sent.
 
-A version is a row of the log. The node that a trainer sent it to has its files; the others find the row, try
-the trainer's folder, which counts as the same where its fingerprint is, or copy the files from a node that
-holds them, and say that they hold it. With two holders the version counts, and then each node loads it and
-says that it serves it. A node that cannot is stale: it claims nothing, is named in the status, and tries
-again.
+A version is a row of the log. The node that a trainer sent it to has its files. The others find the row and
+either use the trainer's folder, which counts as the same if its fingerprint is, or copy the files from a node
+that holds them. Then they say that they hold it. With two holders the version counts, and then each node
+loads it and says that it serves it. A node that cannot do so is stale: it claims no tasks, is named in the
+status, and tries again.
 
 A node alone runs this too: it finds what it wrote itself, and nothing is left to do.
 """
@@ -19,15 +19,17 @@ from attrs import define, field
 from polarnode.core.errors import Conflict, EngineError, PolarnodeError, Refused
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.weight_copies import Copies
-from polarnode.engine.weights import Weights, served_of
-from polarnode.journal.log.port import LogAway, LogWeights
+from polarnode.engine.weights import Weights, read_served
+from polarnode.journal.log.port import LogUnavailable, LogWeights
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S: Final = 0.25  # between looks, of which each is some queries: news of several nodes come together
-AGAIN_S: Final = 5.0  # until what failed is tried again
-MISSED_S: Final = 30.0  # until a look without news: a notification that was lost costs no more
-WAIT_S: Final = 1.0  # between looks at the count of news
+# Seconds between looks. Each look is some queries, and news of several nodes come together.
+PAUSE_S: Final = 0.25
+AGAIN_S: Final = 5.0  # seconds until what failed is tried again
+# Seconds until a look without news, so that a lost notification costs no more than that.
+MISSED_S: Final = 30.0
+WAIT_S: Final = 1.0  # seconds between looks at the count of news
 
 
 @define(eq=False)
@@ -37,7 +39,7 @@ class Following:
     weights: Weights
     adapters: AdapterStore
     copies: Copies
-    incarnation: Callable[[], int]  # of the node, which may join again
+    incarnation: Callable[[], int]  # that of the node, which may join the log again
     _failed: bool = field(default=False, init=False)
 
     async def run(self, ready: trio.Event) -> None:
@@ -56,7 +58,7 @@ class Following:
                 await log.wait_news(news, WAIT_S)
 
     async def look(self) -> None:
-        """One look at everything. What fails is tried again later."""
+        """Look at everything once. What fails is tried again later."""
         self._failed, self.weights.incarnation = False, self.incarnation()
         try:
             await self.weights.follow_hold()
@@ -67,28 +69,30 @@ class Following:
             await self.weights.tell_serving()
             await self.weights.read_order()
             await self.weights.read_stale()
-        except (PolarnodeError, OSError) as error:  # a full disk, a row of a later release: the node goes on
+        # The node goes on after errors such as a full disk, or a row of a later release.
+        except (PolarnodeError, OSError) as error:
             self._failed = True
-            if not isinstance(error, LogAway):
+            if not isinstance(error, LogUnavailable):
                 logger.warning("the versions of the log cannot be followed now: %s", error)
 
     async def _follow_base(self) -> None:
         weights = self.weights
         rows = await weights.log.weights(model=weights.name, latest=True)
-        for row in rows:  # the newest first: it may be what the current one is followed by
+        for row in rows:  # newest first, because it may follow the current one
             if row.version == weights.engines.versions[-1]:
                 if weights.incarnation not in row.holders or not row.current:
-                    kind = served_of(row).source["kind"]
+                    kind = read_served(row).source["kind"]
                     await weights.settle(row.version, has_files=kind == "disk")
-                    self._failed |= not row.counted  # it may count when a node is lost, which is no news
+                    # It may come to count when a node is lost, which makes no news.
+                    self._failed |= not row.counted
             elif row.current or not row.counted:
                 await self._take(row)
             if row.current or row.version == weights.engines.versions[-1]:
                 return
 
     async def _take(self, row: LogWeights) -> None:
-        """Have the files of a version, say so, and serve it if it counts."""
-        weights, served = self.weights, served_of(row)
+        """Get the files of a version, say that this node has them, and serve the version if it counts."""
+        weights, served = self.weights, read_served(row)
         if served.source["kind"] != "disk":
             if row.current:
                 weights.warning = (
@@ -105,8 +109,8 @@ class Following:
                     " as it was, and no node gave its files"
                 )
             return
-        await weights.log.hold_weights(row.version, weights.incarnation, model=weights.name)
-        if not row.current and not await weights.make_count(row.version):
+        await weights.log.add_weight_holder(row.version, weights.incarnation, model=weights.name)
+        if not row.current and not await weights.count_version(row.version):
             return
         try:
             await weights.load(served, folder)

@@ -4,7 +4,7 @@ it.
 Every message is sent through `post`, which never waits, so that an abort can be sent from any cleanup. When
 the process dies, its calls and questions end immediately and synchronously (`_on_exit`), before anything is
 awaited, so that no task waits for a process that is gone. A host that comes back serves the node's weights or
-nothing; weights that cannot be loaded again (tensors of a trainer, a folder that was overwritten) are waited
+nothing. Weights that cannot be loaded again (tensors of a trainer, a folder that was overwritten) are waited
 for, never guessed.
 """
 
@@ -26,16 +26,16 @@ from polarnode.engine.calls import Call, to_generate
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.diagnosis import Diagnosis, diagnose
 from polarnode.engine.drafts import COUNTED
-from polarnode.engine.host_resources import Wires, log_tail, open_log, open_scratch, open_wires
+from polarnode.engine.host_resources import HostWires, log_tail, open_log, open_scratch, open_wires
 from polarnode.engine.protocol import (
     Abort,
     CommitUpdate,
     Done,
     Failed,
-    Fatal,
     Forget,
     FrameDecoder,
     FrameError,
+    HostFatal,
     Load,
     LoadAdapter,
     LoadDisk,
@@ -43,20 +43,20 @@ from polarnode.engine.protocol import (
     Pause,
     Piece,
     Ready,
-    Routed,
-    Score,
-    Scored,
+    RoutedRows,
+    RowLogprobs,
+    ScoreTokens,
     Shutdown,
     Start,
     ToHost,
     UnloadAdapter,
     Waiting,
     encode,
-    encode_all,
+    encode_frames,
 )
-from polarnode.engine.questions import Questions
-from polarnode.engine.residents import Residents
-from polarnode.engine.routing import SAMPLED, Deaths, FairQueue, HostState, HostStatistics
+from polarnode.engine.questions import PendingReplies
+from polarnode.engine.residents import ResidencyGate
+from polarnode.engine.routing import SAMPLED, FairQueue, HostDeaths, HostState, HostStatistics
 from polarnode.engine.scoring import ScoreCall, ScoreTurns
 from polarnode.engine.settings import EngineSettings, engine_arguments, host_environment
 from polarnode.support.concurrency import open_process_group
@@ -65,8 +65,10 @@ logger = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class _Waiting:
-    """A generation that waits for its turn. `decided`: `call` is set, or stays None because the host died."""
+class _WaitingOrder:
+    """A generation that waits for its turn. When `decided` is set, `call` is set too, or it stays None
+    because the host died.
+    """
 
     order: GenerateOrder
     context_length: int
@@ -80,8 +82,8 @@ Ask = Callable[[Callable[[int], ToHost]], Awaitable[Done]]
 
 @frozen(kw_only=True)
 class Loaded:
-    """The weights a host should serve if they are not those it starts with. `path` None: a trainer sent them,
-    and they are on no disk.
+    """The weights that a host should serve if they are not those it starts with. If `path` is None, a trainer
+    sent them, and they are on no disk.
     """
 
     version: str
@@ -89,14 +91,14 @@ class Loaded:
     files: str = ""  # the folder's fingerprint when it was loaded
 
 
-class Stale(EngineError):
+class StaleWeights(EngineError):
     """A host that cannot load the node's weights and waits for the next version."""
 
 
 async def load_target(target: Callable[[], Loaded | None], ask: Ask) -> Loaded | None:
-    """Load the target weights until they are the ones loaded; the target may change meanwhile.
+    """Load the target weights until they are the ones loaded, because the target may change meanwhile.
 
-    Raises Stale when they are gone, EngineError when they do not load.
+    Raises Stale when they are gone, and EngineError when they do not load.
     """
     done: Loaded | None = None
     while (weights := target()) is not done and weights is not None:
@@ -115,12 +117,12 @@ async def load_target(target: Callable[[], Loaded | None], ask: Ask) -> Loaded |
 
 def _existing_path(weights: Loaded) -> str:
     if weights.path is None:
-        raise Stale(
+        raise StaleWeights(
             f"weights {weights.version} were sent by a trainer and this host has lost them: it serves again"
             " with the next update"
         )
     if weights.files and fingerprint(Path(weights.path)) != weights.files:
-        raise Stale(
+        raise StaleWeights(
             f"weights {weights.version} are no longer under {weights.path}, whose files have changed:"
             " this host serves again with the next update"
         )
@@ -129,12 +131,14 @@ def _existing_path(weights: Loaded) -> str:
 
 HOST_PROGRAM = (sys.executable, "-P", "-m", "polarnode.engine.embedded")
 READ_SIZE = 1 << 18  # bytes: a frame of a thousand chunks in one system call
-# seconds for an engine to give its GPU memory back: its schedulers take up to 15, its process tree some more
+# Seconds for an engine to give its GPU memory back: its schedulers take up to 15, and its process tree takes
+# some more.
 SHUTDOWN_GRACE = 25.0
-# seconds for a host that was cut off to end its children; after that its group is killed
+# Seconds for a host that was cut off to end its children. After that its process group is killed.
 LIFELINE_GRACE = 5.0
-# tries of a first start that failed by chance (a port taken meanwhile); any other failure is reported at once
-FIRST_STARTS = 3
+# Tries of a first start that failed by chance, such as when a port was taken meanwhile. Any other failure is
+# reported at once.
+MAX_FIRST_STARTS = 3
 
 _log = logging.getLogger(__name__)
 
@@ -142,8 +146,8 @@ _log = logging.getLogger(__name__)
 @define(eq=False)
 class Host:
     """The node's side of one engine host. `on_change` is called whenever `state` may have changed, and when a
-    call of an adapter is over; `settled` returns when no weights change. `kept` are the versions of adapters
-    that it must hold to serve, and `adapters` those that it holds.
+    call of an adapter is over. `settled` returns when no weights change. `kept` are the versions of adapters
+    that the host must hold to serve, and `adapters` those that it holds.
     """
 
     index: int
@@ -160,33 +164,33 @@ class Host:
     ready: Ready | None = None
     loaded: Loaded | None = None
     paused: PauseMode | None = None
-    held: bool = False  # the weights change: no call is sent
+    held: bool = False  # the weights change, so no call is sent
     last_error: str | None = None
     restarts: int = 0
-    waiting: Waiting | None = None  # for its server, as it was reported last
-    drafts: Counter[str] = field(factory=Counter)  # of what `Piece` counts
+    waiting: Waiting | None = None  # the last report that it waits for its server
+    drafts: Counter[str] = field(factory=Counter)  # sums of the drafts that `Piece` counts
     _pid: int | None = None
     _load: Load | None = None
     scoring: ScoreTurns = field(init=False)
     _calls: dict[str, Call] = field(factory=dict)
     _scores: dict[str, ScoreCall] = field(factory=dict)
-    _queue: "FairQueue[_Waiting]" = field(factory=FairQueue)
-    residents: Residents = field(init=False)
-    _questions: Questions = field(factory=Questions)
+    _queue: "FairQueue[_WaitingOrder]" = field(factory=FairQueue)
+    residents: ResidencyGate = field(init=False)
+    _questions: PendingReplies = field(factory=PendingReplies)
     _outbox: list[Message] = field(factory=list)
     _wake: trio.Event = field(factory=trio.Event)
     _fatal_message: str | None = None
-    _served: bool = False  # this process came as far as serving
+    _served: bool = False  # whether this process came as far as serving
     _process_scope: trio.CancelScope = field(factory=trio.CancelScope)
-    _deaths: Deaths = field(init=False)
+    _deaths: HostDeaths = field(init=False)
 
     @_deaths.default
-    def _make_deaths(self) -> Deaths:
-        return Deaths(gives_up=self._settings.external is None)
+    def _make_deaths(self) -> HostDeaths:
+        return HostDeaths(gives_up=self._settings.external is None)
 
     @residents.default
-    def _make_residents(self) -> Residents:
-        return Residents(
+    def _make_residents(self) -> ResidencyGate:
+        return ResidencyGate(
             self.index,
             lambda name: self.post(Forget(session=name)),
             self._settings.sizes_path(self.index),
@@ -198,17 +202,19 @@ class Host:
 
     @property
     def in_flight(self) -> int:
-        """Its calls and the rows that it scores."""
+        """The number of its calls and of the rows that it scores."""
         return len(self._calls) + len(self._scores)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its server, of an external engine, is not there yet. One that does not fit is there."""
+        """Whether the host waits for the server of an external engine. A server that is unfit is there, so it
+        does not count.
+        """
         return self.waiting is not None and not self.waiting.unfit
 
     @property
     def ranks(self) -> int:
-        """Its GPUs; 1 on a CPU."""
+        """The number of its GPUs; 1 on a CPU."""
         return max(1, len(self.gpus))
 
     def statistics(self) -> HostStatistics:
@@ -237,8 +243,8 @@ class Host:
         return self._queue.before(session)
 
     async def begin(self, order: GenerateOrder, *, context_length: int, adapter: str = "") -> Call | None:
-        """Send a generation when its session has its place in the cache and it is its turn. None: the host
-        died meanwhile. `adapter` is the version that samples.
+        """Send a generation when its session has its place in the cache and it is its turn. Returns None if
+        the host died meanwhile. `adapter` is the version that samples.
         """
         if order.request_id in self._calls:
             raise EngineError(
@@ -246,7 +252,7 @@ class Host:
             )
         if not await self.residents.enter(order):
             return None
-        waiting, session = _Waiting(order, context_length, adapter), order.affinity
+        waiting, session = _WaitingOrder(order, context_length, adapter), order.affinity
         self._queue.add(session, waiting, tokens=_expected(order))
         self.admit()
         try:
@@ -290,15 +296,15 @@ class Host:
             self.post(Abort(rid=call.rid))
 
     async def score(self, order: ScoreOrder, adapter: str) -> RowScores | None:
-        """Score a row when its turn has come, by a version of an adapter. None: the host died before, or its
-        weights change. Raises EngineError when it dies meanwhile, or refuses the row.
+        """Score a row when its turn has come, by a version of an adapter. Returns None if the host died
+        before, or if its weights change. Raises EngineError when it dies meanwhile, or refuses the row.
         """
         async with self.scoring.turn():
             if self.state != "ready" or self.held:
                 return None
             rid = order.request_id
             call = self._scores[rid] = ScoreCall(len(order.row) - order.start)
-            self.post(Score(rid=rid, row=order.row.tobytes(), start=order.start, adapter=adapter))
+            self.post(ScoreTokens(rid=rid, row=order.row.tobytes(), start=order.start, adapter=adapter))
             try:
                 return await call.result()
             finally:
@@ -314,19 +320,21 @@ class Host:
         )
 
     async def load_adapter(self, version: str, folder: Path) -> Done:
-        """Load a version of an adapter, which `adapters` names from then on."""
+        """Load a version of an adapter. `adapters` has it from then on."""
         done = await self.ask(lambda call: LoadAdapter(call=call, name=version, path=str(folder)))
         if done.ok:
             self.adapters.add(version)
         return done
 
     async def unload_adapter(self, version: str) -> Done:
-        """Unload a version once the engine samples nothing by it. Loaded again meanwhile, it stays."""
+        """Unload a version once the engine samples nothing by it. If it is loaded again meanwhile, it
+        stays.
+        """
         self.adapters.discard(version)
         return await self.ask(lambda call: UnloadAdapter(call=call, name=version))
 
     def samples_by(self, version: str) -> int:
-        """Calls in the engine that sample by a version of an adapter."""
+        """The number of calls in the engine that sample by a version of an adapter."""
         return sum(call.adapter == version for call in self._calls.values())
 
     def restart_with_reason(self, reason: str) -> None:
@@ -341,8 +349,8 @@ class Host:
             self._change("ready")
 
     def post(self, message: ToHost) -> None:
-        """Queue a message. Bounded by two for each call in flight, and those are bounded by the sessions the
-        node runs.
+        """Queue a message. The queue is bounded by two messages for each call in flight, and the calls are
+        bounded by the sessions that the node runs.
         """
         self._outbox.append(message)
         self._wake.set()
@@ -350,28 +358,30 @@ class Host:
     # ── the process ───────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Keep a process running until cancelled, or until the host is given up. Raises nothing but bugs."""
+        """Keep a process running until cancelled, or until the host is given up. It raises nothing but
+        bugs.
+        """
         while True:
             self._on_exit(await self._run_process())
             delay = self._deaths.note(trio.current_time())
-            if delay is None or self._hopeless():
+            if delay is None or self._is_hopeless():
                 self._change("failed")
                 return
             await trio.sleep(delay)
             self.restarts += 1
             self._change("starting")
 
-    def _hopeless(self) -> bool:
-        """Whether the first start failed for good: a setting must be changed, unless a port was merely taken
-        meanwhile.
+    def _is_hopeless(self) -> bool:
+        """Whether the first start failed for good, so that a setting must be changed. A port that was merely
+        taken meanwhile does not count.
         """
         if self._settings.external is not None:
             return False
-        by_chance = self._diagnosis().chance and self.restarts + 1 < FIRST_STARTS
+        by_chance = self._diagnose_log().chance and self.restarts + 1 < MAX_FIRST_STARTS
         return self.ready is None and not by_chance
 
     async def _run_process(self) -> str:
-        """One process, from start to end; returns the reason of its exit."""
+        """Run one process from start to end, and return the reason of its exit."""
         self._fatal_message, self._served, self._outbox, self.adapters = None, False, [], set()
         try:
             with (
@@ -387,13 +397,13 @@ class Host:
                     command, env=env, cwd=scratch.path, stdout=log, pass_fds=wires.theirs()
                 ) as process:
                     self._pid = process.pid
-                    wires.close_theirs()
+                    wires.close_host_ends()
                     await self._converse(process, wires)
         except (OSError, EngineError) as error:
             return f"the engine host could not be started: {error}"
         return self._reason(process.returncode)
 
-    async def _converse(self, process: trio.Process, wires: Wires) -> None:
+    async def _converse(self, process: trio.Process, wires: HostWires) -> None:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(wires.ours))
         self.post(
             Start(arguments=engine_arguments(self._settings, nccl_port=self._ports(), index=self.index))
@@ -410,22 +420,22 @@ class Host:
                 if serving:
                     await _shut_down(stream)
                 else:
-                    wires.cut()  # it is not listening
-                await process.wait()  # what is left after that, `open_process_group` kills
+                    wires.cut()  # the host is not listening
+                await process.wait()  # `open_process_group` kills what is left after that
 
     async def _send(self, stream: trio.SocketStream) -> None:
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
             messages, self._outbox = self._outbox, []
-            for frame in encode_all(messages):
+            for frame in encode_frames(messages):
                 try:
                     await stream.send_all(frame)
                 except trio.BrokenResourceError:
                     return  # the reader sees the end too, and ends this process
 
     async def _receive(self, stream: trio.SocketStream, nursery: trio.Nursery) -> None:
-        """Receive until the host is gone: its end of the socket closes with it in any case."""
+        """Receive until the host is gone. Its end of the socket closes with it in any case."""
         decoder = FrameDecoder()
         while True:
             try:
@@ -440,17 +450,18 @@ class Host:
 
     def _handle(self, message: Message, nursery: trio.Nursery) -> None:
         match message:
-            case Piece(rid=rid) | Routed(rid=rid):
+            case Piece(rid=rid) | RoutedRows(rid=rid):
                 if isinstance(message, Piece) and message.verified:
                     self.drafts.update({name: getattr(message, name) for name in COUNTED})
                 if (call := self._calls.get(rid)) is not None:
                     if call.take(message):
                         self.residents.read(call)
-                    if call.over and (isinstance(message, Routed) or message.finish is None):
-                        self.post(Abort(rid=rid))  # it failed on this message, and the host goes on sampling
+                    if call.over and (isinstance(message, RoutedRows) or message.finish is None):
+                        # The call failed on this message, and the host goes on sampling.
+                        self.post(Abort(rid=rid))
                     if call.over:
                         self._over(rid)
-            case Scored(rid=rid):
+            case RowLogprobs(rid=rid):
                 if (row := self._score_over(rid)) is not None:
                     row.take(message)
             case Failed(rid=rid, message=text, retryable=retryable):
@@ -468,7 +479,7 @@ class Host:
                 nursery.start_soon(self._on_ready, message)
             case Waiting():
                 self._note_waiting(message)
-            case Fatal(message=text):
+            case HostFatal(message=text):
                 self._fatal_message = text
             case _:
                 raise FrameError(f"the host may not send {type(message).__name__}")
@@ -476,7 +487,8 @@ class Host:
     def _over(self, rid: str) -> Call:
         call = self._leave(rid)
         if call.adapter or not self._calls:
-            self._on_change()  # an update may wait for it, and an adapter's version be needed no more
+            # An update may wait for it, and the version of an adapter may not be needed any more.
+            self._on_change()
         self.admit()
         return call
 
@@ -494,16 +506,16 @@ class Host:
 
     def _note_load(self, load: Load) -> None:
         self._load = load
-        # an external engine's weights are named by its owner
+        # The weights of an external engine are named by its owner.
         renamed = self.state == "ready" and load.weight_version != self.version
         if self._settings.external is not None and renamed:
             self.serve(load.weight_version)
-        if self.paused is None and not self.held:  # else its queue means nothing
+        if self.paused is None and not self.held:  # otherwise its queue means nothing
             self._queue.report(running=load.running, waiting=load.waiting, most=load.max_running)
             self.admit()
 
     def _note_waiting(self, waiting: Waiting) -> None:
-        """The server of an external engine is not there, or does not fit."""
+        """Record that the server of an external engine is not there, or does not fit."""
         self.last_error, self.waiting = waiting.message, waiting
         _log.warning("engine host %d waits for its server: %s", self.index, waiting.message)
         self._on_change()
@@ -513,7 +525,7 @@ class Host:
         await self._settled()
         try:
             loaded = await load_target(lambda: self.loaded, self.ask)
-        except Stale as stale:
+        except StaleWeights as stale:
             self.last_error, self.ready, self._served = str(stale), ready, True
             _log.error("engine host %d: %s", self.index, stale)
             self._change("stale")
@@ -527,12 +539,14 @@ class Host:
             self.residents.open(ready.max_total_tokens + ready.host_tokens, ready.capacity)
         if (mode := self.paused) is not None:
             await self.ask(lambda call: Pause(call=call, mode=mode))
-        await self._load_kept()
+        await self._load_kept_adapters()
         self.ready, self._served, self.waiting = ready, True, None
         self._change("ready")
 
-    async def _load_kept(self) -> None:
-        """Hold the adapters that the others hold. One whose files are gone fails its own calls only."""
+    async def _load_kept_adapters(self) -> None:
+        """Load the adapters that the other hosts hold. An adapter whose files are gone fails only its own
+        calls.
+        """
         tried: set[str] = set()
         while missing := self._kept.keys() - self.adapters - tried:
             version = min(missing)
@@ -542,7 +556,7 @@ class Host:
                 _log.error("engine host %d lacks adapter version %s: %s", self.index, version, done.message)
 
     def _on_exit(self, reason: str) -> None:
-        """End every call and every question of this process, synchronously. Calls that it was never sent
+        """End every call and every question of this process, synchronously. Calls that were never sent to it
         find another host.
         """
         self.last_error, self._pid, self._load = reason, None, None
@@ -559,13 +573,13 @@ class Host:
         self._change("dead")
 
     def _reason(self, returncode: int | None) -> str:
-        found = self._diagnosis()
+        found = self._diagnose_log()
         if not self._served:
             return f"{found.line}; {found.advice} (log: {self._settings.log_path(self.index)})"
         reason = self._fatal_message or f"exit status {returncode}"
         return f"{reason} (log: {self._settings.log_path(self.index)})"
 
-    def _diagnosis(self) -> Diagnosis:
+    def _diagnose_log(self) -> Diagnosis:
         log = log_tail(self._settings.log_path(self.index))
         return diagnose(log, self._fatal_message, cpu=self._settings.device == "cpu")
 
@@ -577,14 +591,14 @@ class Host:
 
     @property
     def version(self) -> str:
-        """The version that the host was brought to; the version in its load reports is older."""
+        """The version that the host was brought to. The version in its load reports is older."""
         if self.ready is None:
             return self._settings.weight_version if self._settings.external is None else UNKNOWN_VERSION
         return self.ready.weight_version
 
 
 def _expected(order: GenerateOrder) -> int:
-    """Tokens of the KV cache that a request is expected to need."""
+    """The number of KV cache tokens that a request is expected to need."""
     return len(order.prompt) + min(order.sampling.max_tokens or SAMPLED, SAMPLED)
 
 

@@ -1,12 +1,14 @@
 """One engine's prefix cache and scheduler as SGLang 0.5.23 has them, in virtual time.
 
-Pure: requests in, times and events out. Prompts are keys of whole pages, each of which stands for everything
-before it too. Modelled are the radix tree with LRU eviction of leaves that nobody reads, the entry rule,
-reading in chunks before sampling, and retraction (sglang `srt/managers/schedule_policy.py`, `scheduler.py`,
-`schedule_batch.py`, `srt/mem_cache/unified_radix_cache.py`). Not modelled: overlap of reading with sampling,
-CUDA graphs, overheads of the CPU, and the tokens that a page's unused end costs a running request.
+Pure: requests in, times and events out. Prompts are keys of whole pages, each of which also stands for
+everything before it. Modelled are the radix tree with LRU eviction of leaves that nobody reads, the entry
+rule, reading in chunks before sampling, and retraction (sglang `srt/managers/schedule_policy.py`,
+`scheduler.py`, `schedule_batch.py`, `srt/mem_cache/unified_radix_cache.py`). Not modelled are the overlap of
+reading with sampling, CUDA graphs, overheads of the CPU, and the tokens that a page's unused end costs a
+running request.
 
-The constants are those of a dense 8B model in bf16 on an H100, until a GPU was lent to measure them.
+The constants are those of a dense 8B model in bf16 on an H100. They hold as long as no GPU was lent to
+measure them.
 """
 
 from collections import deque
@@ -18,17 +20,17 @@ from typing import Final, Literal
 from attrs import define, field, frozen
 
 RESERVED: Final = 4096  # tokens that a request is expected to sample at most (CLIP_MAX_NEW_TOKENS)
-# the part of what running requests may yet sample that is kept free: it falls with each step
+# The part that is kept free of what running requests may still sample. It falls with each step.
 FIRST_RATIO, LAST_RATIO, RATIO_STEPS = 0.7, 0.098, 600
-RETRACT_STEPS: Final = 20  # after a retraction so many steps are kept free for each that still runs
-STEPS: Final = 4  # of sampling at once: whatever arrives meanwhile waits for 50 ms at most
+RETRACT_STEPS: Final = 20  # steps that are kept free after a retraction, for each request that still runs
+STEPS: Final = 4  # steps of sampling at once; whatever arrives meanwhile waits for 50 ms at most
 
 
 @frozen(kw_only=True)
 class KvConstants:
-    """Sizes are in tokens. A chunk of n tokens behind a past of p is read in n / prefill_tokens_per_s
-    seconds, times 1 + p / past_tokens; a step of sampling takes step_s, request_s a request and context_s a
-    token of context.
+    """Constants of an engine, with sizes in tokens. A chunk of n tokens behind a past of p is read in n /
+    prefill_tokens_per_s seconds, times 1 + p / past_tokens. A step of sampling takes step_s, plus request_s
+    for each request and context_s for each token of context.
     """
 
     capacity: int
@@ -56,32 +58,35 @@ class KvEvent:
 
 
 @define(eq=False)
-class _Node:
-    """Pages that follow those of `parent`. `readers`: requests that hold this node or one below it."""
+class _TreeNode:
+    """Pages that follow those of `parent`. `readers` is the number of requests that hold this node or one
+    below it.
+    """
 
     keys: list[Hashable]
-    parent: "_Node | None"
-    children: "dict[Hashable, _Node]" = field(factory=dict)
+    parent: "_TreeNode | None"
+    children: "dict[Hashable, _TreeNode]" = field(factory=dict)
     readers: int = 0
     used: int = 0
 
 
 @define(eq=False)
-class _Tree:
-    """A radix tree of pages. `pages` are all of it, `held` those that some request reads."""
+class _PageTree:
+    """A radix tree of pages. `pages` counts all of them, and `held` those that some request reads."""
 
-    root: _Node = field(factory=lambda: _Node([], None))
+    root: _TreeNode = field(factory=lambda: _TreeNode([], None))
     pages: int = 0
     held: int = 0
-    _leaves: list[tuple[int, int, _Node]] = field(factory=list)  # by use; old entries too
+    _leaves: list[tuple[int, int, _TreeNode]] = field(factory=list)  # by use; old entries are in it too
     _numbers: "count[int]" = field(factory=lambda: count(1))
-    _uses: "count[int]" = field(factory=lambda: count(1))  # in place of a time, of which many are the same
+    # Numbers in place of times, because many times are the same.
+    _uses: "count[int]" = field(factory=lambda: count(1))
 
     def match(
         self, keys: Sequence[Hashable], *, most: int | None = None, use: bool = True
-    ) -> tuple[_Node, int]:
-        """The deepest node of a prefix of `keys` (of the first `most`), split where it ends within one, and
-        the prefix's pages. That is a use of them, unless `use` is False.
+    ) -> tuple[_TreeNode, int]:
+        """The deepest node of a prefix of `keys` (of the first `most`), which is split if the prefix ends
+        within it, and the number of pages of the prefix. This counts as a use of them, unless `use` is False.
         """
         node, at, now = self.root, 0, next(self._uses)
         most = len(keys) if most is None else min(most, len(keys))
@@ -91,28 +96,28 @@ class _Tree:
                 break
             same = _same(child.keys, keys, at, most)
             if same < len(child.keys):
-                child = self._split(child, same)
+                child = self._split_node(child, same)
             if use:
-                self._use(child, now)
+                self._mark_used(child, now)
             node, at = child, at + same
             if same < len(child.keys):
                 break
         return node, at
 
-    def insert(self, keys: Sequence[Hashable]) -> _Node:
-        """Keep these pages. Gives the node in which they end."""
+    def insert(self, keys: Sequence[Hashable]) -> _TreeNode:
+        """Keep these pages. Returns the node in which they end."""
         node, at = self.match(keys)
         if at < len(keys):
-            leaf = _Node(list(keys[at:]), node)
+            leaf = _TreeNode(list(keys[at:]), node)
             node.children[keys[at]] = leaf
             self.pages += len(leaf.keys)
-            self._use(leaf, next(self._uses))
+            self._mark_used(leaf, next(self._uses))
             node = leaf
         return node
 
-    def hold(self, node: _Node, change: int) -> None:
-        """One reader more (1) or less (-1)."""
-        at: _Node | None = node
+    def hold(self, node: _TreeNode, change: int) -> None:
+        """Add one reader (1) or remove one (-1)."""
+        at: _TreeNode | None = node
         while at is not None and at.parent is not None:
             before, at.readers = at.readers, at.readers + change
             if not before or not at.readers:
@@ -134,7 +139,7 @@ class _Tree:
             self._push(parent)
 
     def age(self, keys: Sequence[Hashable]) -> None:
-        """Let what no other prefix shares with these pages go first."""
+        """Let those of these pages that no other prefix shares be evicted first."""
         node, _ = self.match(keys, use=False)
         below = 0
         while node.parent is not None and len(node.children) == below and not node.readers:
@@ -142,26 +147,26 @@ class _Tree:
             self._push(node)
             node = node.parent
 
-    def _use(self, node: _Node, now: int) -> None:
+    def _mark_used(self, node: _TreeNode, now: int) -> None:
         node.used = now
         self._push(node)
 
-    def _push(self, node: _Node) -> None:
+    def _push(self, node: _TreeNode) -> None:
         if not node.children and not node.readers and node.parent is not None:
             heappush(self._leaves, (node.used, next(self._numbers), node))
 
-    def _split(self, node: _Node, at: int) -> _Node:
+    def _split_node(self, node: _TreeNode, at: int) -> _TreeNode:
         assert node.parent is not None
-        upper = _Node(node.keys[:at], node.parent, readers=node.readers, used=node.used)
+        upper = _TreeNode(node.keys[:at], node.parent, readers=node.readers, used=node.used)
         node.parent.children[upper.keys[0]] = upper
         node.keys, node.parent = node.keys[at:], upper
         upper.children[node.keys[0]] = node
-        self._use(node, next(self._uses))  # as in SGLang, though nobody asked for this part
+        self._mark_used(node, next(self._uses))  # as in SGLang, although nobody asked for this part
         return upper
 
 
 def _same(ours: Sequence[Hashable], keys: Sequence[Hashable], at: int, end: int) -> int:
-    """How many pages of `ours` stand in `keys` from there on, before `end`."""
+    """How many pages of `ours` stand in `keys` from that place on, before `end`."""
     most = min(len(ours), end - at)
     if ours[:most] == keys[at : at + most]:
         return most
@@ -173,8 +178,8 @@ def _same(ours: Sequence[Hashable], keys: Sequence[Hashable], at: int, end: int)
 
 @define(eq=False)
 class _Request:
-    """`own`: tokens that are in no page of the tree. `unread`: of the prompt, and of what was sampled before
-    a retraction.
+    """A request. `own` are the tokens that are in no page of the tree. `unread` are tokens of the prompt, and
+    of what was sampled before a retraction.
     """
 
     name: str
@@ -183,7 +188,7 @@ class _Request:
     prompt: int
     sample: int
     max_new: int
-    node: _Node | None = None
+    node: _TreeNode | None = None
     cached: int = 0
     unread: int = 0
     own: int = 0
@@ -196,7 +201,7 @@ class _Request:
 
     @property
     def expected(self) -> int:
-        """Tokens that the entry rule still expects of it."""
+        """The tokens that the entry rule still expects of it."""
         return min(max(self.max_new - self.sampled, 0), RESERVED)
 
 
@@ -208,15 +213,15 @@ class KvModel:
     retracted: int = 0
     read_tokens: int = 0
     cached_tokens: int = 0
-    _tree: _Tree = field(factory=_Tree, init=False)
+    _tree: _PageTree = field(factory=_PageTree, init=False)
     _waiting: "deque[_Request]" = field(factory=deque, init=False)
     _reading: "deque[_Request]" = field(factory=deque, init=False)
     _running: "dict[str, _Request]" = field(factory=dict, init=False)
-    _own: int = field(default=0, init=False)  # tokens of requests in no page of the tree
-    _ratio: float = field(default=FIRST_RATIO, init=False)
-    _full: bool = field(default=False, init=False)  # nobody enters before somebody has left
+    _own: int = field(default=0, init=False)  # tokens of requests that are in no page of the tree
+    _reserve_ratio: float = field(default=FIRST_RATIO, init=False)
+    _full: bool = field(default=False, init=False)  # no request enters before another has left
     _clock: float = field(default=0.0, init=False)
-    # the iteration that is under way: when it ends, tokens read by request, and steps of sampling
+    # The iteration that is under way: when it ends, the tokens read by request, and the steps of sampling.
     _ends: float | None = field(default=None, init=False)
     _parts: list[tuple[_Request, int]] = field(factory=list, init=False)
     _steps: int = field(default=0, init=False)
@@ -234,8 +239,9 @@ class KvModel:
         tail: Sequence[Hashable] = (),
         now: float,
     ) -> None:
-        """A request that will sample `sample` tokens. `pages`: keys of its prompt's whole pages; `tail`: of
-        those that follow when it has ended. Raises ValueError for one that the cache cannot hold alone.
+        """Submit a request that will sample `sample` tokens. `pages` are the keys of its prompt's whole
+        pages, and `tail` those of the pages that follow when it has ended. Raises ValueError for a request
+        that the cache cannot hold alone.
         """
         if prompt + sample > self.constants.capacity:
             raise ValueError(f"{prompt} and {sample} tokens do not fit {self.constants.capacity}")
@@ -244,7 +250,7 @@ class KvModel:
         self._clock = max(self._clock, now) if self._ends is None else self._clock
 
     def abort(self, request: str) -> None:
-        """A request is over, wherever it is."""
+        """End a request, wherever it is."""
         self._waiting = deque(each for each in self._waiting if each.name != request)
         found = [each for each in (*self._reading, *self._running.values()) if each.name == request]
         self._reading = deque(each for each in self._reading if each.name != request)
@@ -255,7 +261,7 @@ class KvModel:
             self._full = False
 
     def forget(self, pages: Sequence[Hashable]) -> None:
-        """A prefix that is not needed soon: it is evicted before others."""
+        """Note a prefix that is not needed soon, which is evicted before others."""
         self._tree.age(pages)
 
     def flush(self) -> None:
@@ -263,20 +269,20 @@ class KvModel:
         self._tree.evict(self._tree.pages)
 
     def sampled(self, request: str) -> int:
-        """Tokens that a running request has sampled; 0 of any other, and of one that was retracted what it
-        had.
+        """The tokens that a running request has sampled; 0 for any other request. A request that was
+        retracted and runs again keeps what it had.
         """
         running = self._running.get(request)
         return 0 if running is None else running.sampled
 
     @property
     def used(self) -> int:
-        """Tokens in the cache, those that could be evicted too."""
+        """The tokens in the cache, with those that could be evicted."""
         return self._own + self._tree.pages * self.constants.page
 
     @property
     def evictable(self) -> int:
-        """Tokens of prefixes that no request reads."""
+        """The tokens of prefixes that no request reads."""
         return (self._tree.pages - self._tree.held) * self.constants.page
 
     @property
@@ -290,7 +296,7 @@ class KvModel:
     # ── time ──────────────────────────────────────────────────────────────────
 
     def next_time(self) -> float | None:
-        """When something happens without another request; None: never."""
+        """When something happens without another request. None if nothing ever does."""
         if self._ends is not None:
             return self._ends
         return self._clock if self._waiting or self._reading or self._running else None
@@ -317,11 +323,11 @@ class KvModel:
         elif self._running:
             self._ends = self._clock + self._sample_steps()
         else:
-            self._ratio, self._full = FIRST_RATIO, False
+            self._reserve_ratio, self._full = FIRST_RATIO, False
         return self._ends is not None
 
     def _read_chunk(self) -> float:
-        """Take the next chunk of prompts. Gives its seconds."""
+        """Take the next chunk of prompts. Returns its seconds."""
         constants, left, seconds = self.constants, self.constants.chunk, 0.0
         for request in self._reading:
             part = min(left, request.unread)
@@ -334,7 +340,7 @@ class KvModel:
         return max(seconds, constants.step_s)
 
     def _sample_steps(self) -> float:
-        """Take some steps, as many as there is room for. Gives their seconds."""
+        """Take some steps, as many as there is room for. Returns their seconds."""
         constants = self.constants
         self._make_room()
         requests = self._running.values()
@@ -358,7 +364,7 @@ class KvModel:
                 if not request.began:
                     request.began = True
                     events.append(KvEvent(self._clock, request.name, "began", request.cached))
-                request.sampled += 1  # from what was read
+                request.sampled += 1  # the first token comes from what was read
                 self._end_if_sampled(request, events)
         if self._steps:
             needed = self._steps * len(self._running) - self._free()
@@ -369,7 +375,7 @@ class KvModel:
                 self._own += self._steps
                 self._end_if_sampled(request, events)
             fallen = self._steps * (FIRST_RATIO - LAST_RATIO) / RATIO_STEPS
-            self._ratio = max(LAST_RATIO, self._ratio - fallen)
+            self._reserve_ratio = max(LAST_RATIO, self._reserve_ratio - fallen)
             self._steps = 0
 
     def _end_if_sampled(self, request: _Request, events: list[KvEvent]) -> None:
@@ -386,15 +392,15 @@ class KvModel:
         return self.constants.capacity - self.used
 
     def _enter(self) -> None:
-        """Let requests in, first come first served, while the entry rule lets them and the next chunk has
-        room. One that was refused waits until somebody leaves. Nothing is evicted before all of them hold
-        what they found.
+        """Let requests in, first come, first served, while the entry rule lets them and the next chunk has
+        room. A request that was refused waits until another leaves. Nothing is evicted before all of them
+        hold what they found.
         """
         page = self.constants.page
         left = self.constants.chunk - sum(each.unread for each in self._reading)
         while self._waiting and left > 0 and not self._full and self.running < self.constants.most_running:
             request = self._waiting[0]
-            # one token at least is read, or there would be nothing to sample from
+            # At least one token is read, because otherwise there would be nothing to sample from.
             node, pages = self._tree.match(request.pages, most=(request.context - 1) // page)
             self._tree.hold(node, 1)
             unread = request.context - pages * page
@@ -414,17 +420,19 @@ class KvModel:
         self._tree.evict(-(self._free() // page))
 
     def _fits(self, unread: int, request: _Request, there: int) -> bool:
-        """The entry rule. One that is alone needs no more than its prompt: what it may sample was bounded."""
+        """The entry rule. A request that is alone needs no more than its prompt, because what it may sample
+        was bounded.
+        """
         if not self.running:
             return unread <= there
         page = self.constants.page
-        promised = sum(each.expected for each in self._running.values()) * self._ratio
+        promised = sum(each.expected for each in self._running.values()) * self._reserve_ratio
         promised += sum(each.expected + page for each in self._reading)
         return unread + request.expected + page < there - promised
 
     def _make_room(self) -> None:
-        """Retract requests until the others have room for a step: of the fewest sampled tokens first, of
-        several the longest. One stays.
+        """Retract requests until the others have room for a step: those with the fewest sampled tokens first,
+        and of several such the longest. One request stays.
         """
         retracted = False
         while len(self._running) > 1 and self._free() + self.evictable < len(self._running):
@@ -437,11 +445,11 @@ class KvModel:
         if retracted:
             left = self._running.values()
             most = sum(each.max_new for each in left) + 1
-            self._ratio = min(1.0, sum(each.sampled + RETRACT_STEPS for each in left) / most)
+            self._reserve_ratio = min(1.0, sum(each.sampled + RETRACT_STEPS for each in left) / most)
             self._full = False
 
     def _keep(self, request: _Request) -> None:
-        """What was read of a prompt is there for others, while the rest is read and while it samples."""
+        """Let others find what was read of a prompt, while the rest is read and while the request samples."""
         assert request.node is not None
         page = self.constants.page
         node = self._tree.insert(request.pages[: (request.context - request.unread) // page])

@@ -11,7 +11,7 @@ from polarnode.core.errors import Conflict, EngineError
 from polarnode.core.weights import WeightsState
 from polarnode.engine.host import Host
 from polarnode.engine.protocol import ChangeMemory, JoinGroup, LeaveGroup
-from polarnode.engine.update import STEP_S, Make
+from polarnode.engine.update import STEP_S, MessageMaker
 from polarnode.engine.weight_values import (
     BroadcastBucket,
     DistributedSource,
@@ -27,23 +27,23 @@ from polarnode.engine.weights import Weights
 
 @define(eq=False)
 class EngineControl:
-    """Excludes updates by `Weights`. `keeps`: released weights are kept in main memory and restored from
-    there.
+    """Changes of memory and of groups, which exclude updates by `Weights`. If `keeps` is set, released
+    weights are kept in main memory and restored from there.
     """
 
     weights: Weights
     keeps: bool = False
-    _groups: dict[str, tuple[int, ...]] = field(factory=dict)  # restarts of all hosts when they joined
+    _groups: dict[str, tuple[int, ...]] = field(factory=dict)  # the restarts of all hosts when they joined
 
     # ── memory ────────────────────────────────────────────────────────────────
 
     async def release(self, order: MemoryOrder) -> WeightsState:
-        """Give memory back to others. Only while generation is held by retract or abort, so that no request
-        holds any.
+        """Give memory back to others. This is possible only while generation is held by retract or abort, so
+        that no request holds any memory.
         """
-        self.weights.engines.insist_own()
+        self.weights.engines.require_own()
         async with self.weights.alone():
-            self.weights.insist_closed()
+            self.weights.require_closed()
             if self.weights.engines.statistics().paused not in ("retract", "abort"):
                 raise Conflict(
                     "memory is released while generation is held: POST /v1/engine/pause with mode retract or"
@@ -55,15 +55,15 @@ class EngineControl:
             return self.weights.status()
 
     async def take(self, order: MemoryOrder) -> WeightsState:
-        """Take released memory again; generation stays held."""
-        self.weights.engines.insist_own()
+        """Take released memory again. Generation stays held."""
+        self.weights.engines.require_own()
         async with self.weights.alone():
             await self._memory(order, release=False)
             self.weights.released -= set(order.tags)
             return self.weights.status()
 
     async def _memory(self, order: MemoryOrder, *, release: bool) -> None:
-        """On all hosts or, as far as they still answer, on none."""
+        """Change the memory of all hosts or, as far as they still answer, of none."""
         tags = list(order.tags)
         failed = await self._failed(lambda call, _: ChangeMemory(call=call, release=release, tags=tags))
         if failed is not None:
@@ -73,12 +73,12 @@ class EngineControl:
     # ── groups and what comes over them ───────────────────────────────────────
 
     async def join(self, order: GroupOrder) -> None:
-        """Every GPU of the node joins; returns when the trainer has joined too."""
+        """Every GPU of the node joins. This returns when the trainer has joined too."""
         engines = self.weights.engines
-        engines.insist_own()
+        engines.require_own()
         check_group(order, len(engines.restarts) * engines.ranks)
         async with self.weights.alone():
-            self.weights.insist_closed()
+            self.weights.require_closed()
             if order.name in self._groups:
                 raise Conflict(
                     f"group {order.name!r} is joined already: leave it first, by DELETE"
@@ -86,15 +86,17 @@ class EngineControl:
                 )
             failed = await self._failed(lambda call, host: _join(order, call, host, ranks=engines.ranks))
             if failed is not None:
-                # those that joined are of a group that never was
+                # The hosts that joined are in a group that was never complete.
                 await self._failed(lambda call, _: LeaveGroup(call=call, name=order.name))
                 raise failed
             self._groups[order.name] = engines.restarts
 
     async def leave(self, name: str) -> bool:
-        """Whether there was such a group. Hosts restarted since are in none."""
+        """Leave a group. Returns whether there was such a group. Hosts that were restarted since are in
+        none.
+        """
         async with self.weights.alone():
-            self.weights.insist_closed()
+            self.weights.require_closed()
             if self._groups.pop(name, None) is None:
                 return False
             failed = await self._failed(lambda call, _: LeaveGroup(call=call, name=name))
@@ -102,9 +104,9 @@ class EngineControl:
                 raise failed
             return True
 
-    def insist_joined(self, name: str) -> None:
-        """Raise Conflict unless every host is in the group: those in it would wait for a broadcast that the
-        others cannot receive.
+    def require_joined(self, name: str) -> None:
+        """Raise Conflict unless every host is in the group: the hosts that are in it would wait for a
+        broadcast that the others cannot receive.
         """
         if name not in self._groups:
             raise Conflict(f"no group {name!r} is joined: POST /v1/weights/groups first")
@@ -114,22 +116,22 @@ class EngineControl:
                 " it again"
             )
 
-    def received(self, update_id: str, bucket: BroadcastBucket) -> Make:
+    def received(self, update_id: str, bucket: BroadcastBucket) -> MessageMaker:
         """Load a bucket of an open update over its group."""
         source = self.weights.opened(update_id).order.source
         if not isinstance(source, DistributedSource):
             raise Conflict(
                 f"update {update_id!r} was begun with {source.kind} as its source: send its kind of buckets"
             )
-        self.insist_joined(source.group)
+        self.require_joined(source.group)
         return broadcast(bucket, source.group)
 
-    def mapped(self, bucket: TensorBucket) -> Make:
+    def mapped(self, bucket: TensorBucket) -> MessageMaker:
         """Load a bucket of an open update from memory handles."""
         return tensors(bucket, hosts=len(self.weights.engines.restarts), ranks=self.weights.engines.ranks)
 
-    async def _failed(self, make: Make) -> EngineError | None:
-        """Send an order to every host; return the error if one failed."""
+    async def _failed(self, make: MessageMaker) -> EngineError | None:
+        """Send an order to every host, and return the error if one failed."""
         with trio.move_on_after(STEP_S, shield=True):
             try:
                 await self.weights.engines.order(make)

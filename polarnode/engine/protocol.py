@@ -1,14 +1,15 @@
 """The messages between a node and an engine host: attrs values in length-prefixed msgpack frames. Sans-I/O.
 
 A frame is four bytes of length (big-endian) and one msgpack array of messages, so that one frame may carry
-the chunks of many requests; a message is an array of its class's code and its fields in order. Token ids
-travel as little-endian int32 bytes, logprobs as float32 bytes: a Python list of ints costs ten times the
-memory and the time. Both ends are the same release of this package, so there is no version to negotiate.
+the chunks of many requests. A message is an array of its class's code and its fields in order. Token ids
+travel as little-endian int32 bytes and logprobs as float32 bytes, because a Python list of ints costs ten
+times the memory and the time. Both ends are the same release of this package, so there is no version to
+negotiate.
 
 New weights come in steps, so that no host serves them before all can: BeginUpdate (keep the old ones), loads,
-CheckUpdate (is it a whole model?), then CommitUpdate or RollBack. The node pauses the host before. A new
-message is a class and its place in a table below; the module imports nothing of SGLang's, because both sides
-import it.
+CheckUpdate (is it a whole model?), then CommitUpdate or RollBack. The node pauses the host before these
+steps. A new message needs a class and a place in one of the unions below. The module imports nothing of
+SGLang's, because both sides import it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from polarnode.core.weights import MemoryTag, PauseMode
 
 @frozen(kw_only=True)
 class BeginUpdate:
-    """Weights are about to change: copy what is served to main memory, so that there is a way back. `ranks`
-    GPUs of this machine do so at once.
+    """The weights are about to change: the host copies what it serves to main memory, so that there is a way
+    back. `ranks` is the number of GPUs of this machine that do so at once.
     """
 
     call: int
@@ -42,8 +43,8 @@ class LoadDisk:
 
 @frozen(kw_only=True)
 class LoadTensors:
-    """Take tensors of another process of this machine. `payloads`: what torch's ForkingPickler made of them,
-    for each rank of this host.
+    """Take tensors of another process of this machine. `payloads` holds what torch's ForkingPickler made of
+    them, one for each rank of this host.
     """
 
     call: int
@@ -53,7 +54,7 @@ class LoadTensors:
 
 @frozen(kw_only=True)
 class LoadBroadcast:
-    """Receive tensors from rank 0 of a group this host has joined."""
+    """Receive tensors from rank 0 of a group that this host has joined."""
 
     call: int
     group: str
@@ -65,8 +66,8 @@ class LoadBroadcast:
 
 @frozen(kw_only=True)
 class CheckUpdate:
-    """All weights were sent: answer whether they are a whole model, and with `flush` drop the KV cache of the
-    old weights.
+    """All weights were sent: the host answers whether they are a whole model, and with `flush` it drops the
+    KV cache of the old weights.
     """
 
     call: int
@@ -90,8 +91,8 @@ class RollBack:
 
 @frozen(kw_only=True)
 class JoinGroup:
-    """Become ranks `rank`, `rank` + 1 … (one for each GPU of this host) of a torch process group; waits for
-    the others.
+    """Become ranks `rank`, `rank` + 1 … (one for each GPU of this host) of a torch process group. The host
+    waits for the others.
     """
 
     call: int
@@ -111,7 +112,9 @@ class LeaveGroup:
 
 @frozen(kw_only=True)
 class ChangeMemory:
-    """Give memory of the GPU back to others, or take it again. Only while nothing is sampled."""
+    """Give memory of the GPU back to others, or take it again. The node sends this only while nothing is
+    sampled.
+    """
 
     call: int
     release: bool
@@ -120,8 +123,8 @@ class ChangeMemory:
 
 @frozen(kw_only=True)
 class LoadAdapter:
-    """Take the adapter under `path` (PEFT's layout) beside those that are loaded. `name` is its version: no
-    two have the same.
+    """Load the adapter under `path` (PEFT's layout) beside those that are loaded. `name` is its version, and
+    no two adapters have the same.
     """
 
     call: int
@@ -153,13 +156,15 @@ Update = (
 )
 
 
-MAX_FRAME = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
-# chunks: at 16 tokens each about 200 KiB a frame, far below MAX_FRAME, and no long stall of either loop
-CHUNKS_A_FRAME = 1024
-BYTES_A_FRAME = 4 << 20  # of arrays: one more message of the largest kind still fits a frame
+MAX_FRAME_BYTES = 16 << 20  # bytes: the largest message is a prompt, and a million tokens of it are 4 MiB
+# A limit in chunks: at 16 tokens each they are about 200 KiB a frame, far below MAX_FRAME_BYTES, and neither
+# loop
+# stalls for long.
+MAX_FRAME_CHUNKS = 1024
+FULL_FRAME_BYTES = 4 << 20  # bytes of arrays: one more message of the largest kind still fits a frame
 _HEAD = 4
 
-# a config.json has one of these where the model is a mixture
+# A config.json has one of these keys if the model is a mixture of experts.
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 HostFinish = Literal["stop", "length", "abort"]
@@ -169,34 +174,36 @@ HostFinish = Literal["stop", "length", "abort"]
 class Simulation:
     """The simulated engine's model: the speed of one GPU, and the shape of the random answers.
 
-    The defaults approximate a 30B mixture of experts on one H100. `tokens_per_s` is for one request; 0, also
-    for the prefill, means without delay. With `kv_tokens` all requests share one cache and one GPU
-    (`kv_model.py`), `tokens_per_s` is of one request alone with a short context, and `first_token_s` is not
-    used, because what it stands for is modelled.
+    The defaults approximate a 30B mixture of experts on one H100. `tokens_per_s` is for one request; 0 means
+    without delay, also for the prefill. With `kv_tokens` all requests share one cache and one GPU
+    (`kv_model.py`): then `tokens_per_s` is the speed of one request alone with a short context, and
+    `first_token_s` is not used, because what it stands for is modelled.
     """
 
     tokens_per_s: float = 80.0
-    first_token_s: float = 0.05  # seconds before the first token, beside the prefill
-    prefill_tokens_per_s: float = 30_000.0  # of prompt tokens that are not cached
+    first_token_s: float = 0.05  # seconds before the first token, added to the prefill
+    prefill_tokens_per_s: float = 30_000.0  # speed of prompt tokens that are not cached
     max_running: int = 256  # requests sampled at once; the others wait
-    answer_tokens: int = 256  # of every answer, its end included
-    # a conversation's answers each have a tool call until it holds so many, so that harnesses come to an end
+    answer_tokens: int = 256  # tokens of every answer, its end included
+    # Each answer of a conversation has a tool call until the conversation holds so many of them, so that
+    # harnesses come to an end.
     calling_turns: int = 29
     chunk_tokens: int = 16  # tokens a chunk
     seed: int = 0
-    # tokens of KV cache; 0: as many as are wanted, and prefills that do not wait for each other
+    # Tokens of the KV cache. With 0 there are as many as are wanted, and prefills do not wait for each other.
     kv_tokens: int = 0
     kv_page: int = 64  # tokens that are found or evicted together
     kv_chunk: int = 8192  # prompt tokens that are read at once
-    # of past before a token, which double the time of its prefill; infinite: attention costs nothing
+    # Tokens of context before a token that double the time of its prefill. If infinite, attention costs
+    # nothing.
     kv_past_tokens: float = 28_000.0
     kv_request_s: float = 5e-5  # seconds that each further request adds to a step of sampling
     kv_context_s: float = 5.9e-8  # seconds that each token of context adds to it
-    speed: float = 1.0  # seconds of an engine with kv_tokens that pass in a second
+    speed: float = 1.0  # seconds of an engine with kv_tokens that pass in one real second
 
 
 @frozen(kw_only=True)
-class Marks:
+class FamilyMarks:
     """A model family's marks as token ids, for an engine that writes its language without knowing it."""
 
     turn_end: int
@@ -208,20 +215,20 @@ class Marks:
 
 @frozen(kw_only=True)
 class Start:
-    """The first frame: `arguments` are `sglang.Engine`'s own."""
+    """The first frame: `arguments` are the keyword arguments of `sglang.Engine`."""
 
     arguments: Mapping[str, Json]
 
 
 @frozen(kw_only=True)
 class Generate:
-    """One generation. `prompt` int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
+    """One generation. `prompt` is int32 bytes; `sampling` is SGLang's own sampling parameters, complete.
 
-    `top_logprobs` alternatives come with each token; `processor` is a logit processor in SGLang's
-    spelling; the constraint among the sampling parameters begins after `constraint_after`, where that is
-    set. `routed_from`: the first position whose experts are reported. `adapter`: the version that samples, of
-    those that were loaded; empty: the base. `session`: which conversation's prefix this is, so that `Forget`
-    can name it.
+    `top_logprobs` alternatives come with each token. `processor` is a logit processor in SGLang's spelling.
+    The constraint among the sampling parameters begins after the token `constraint_after`, where that is set.
+    `routed_from` is the first position whose experts are reported. `adapter` is the version that samples, of
+    those that were loaded; if empty, the base samples. `session` says which conversation's prefix this is, so
+    that `Forget` can name it.
     """
 
     rid: str
@@ -236,8 +243,10 @@ class Generate:
 
 
 @frozen(kw_only=True)
-class Score:
-    """One row to score: tokens [start, T) of `row`, int32 bytes. It has one end, `Scored` or `Failed`."""
+class ScoreTokens:
+    """One row to score: tokens [start, T) of `row`, int32 bytes. It has exactly one end, `RowLogprobs` or
+    `Failed`.
+    """
 
     rid: str
     row: bytes
@@ -247,15 +256,15 @@ class Score:
 
 @frozen(kw_only=True)
 class Abort:
-    """Stop a generation or the scoring of a row; its end still comes. Unknown or finished ids are ignored."""
+    """Stop a generation or the scoring of a row. Its end still comes. Unknown or finished ids are ignored."""
 
     rid: str
 
 
 @frozen(kw_only=True)
 class Forget:
-    """What is cached of a conversation may go before that of others; it has no answer. One that calls again
-    is remembered again.
+    """What is cached of a conversation may be evicted before that of others. There is no answer. A
+    conversation that calls again is remembered again.
     """
 
     session: str
@@ -279,7 +288,7 @@ class Shutdown:
     """End the engine and this process."""
 
 
-class Experts(NamedTuple):
+class ExpertShape(NamedTuple):
     """The shape of a row of routed experts: `top_k` numbers below `number` for each of `layers`."""
 
     layers: int
@@ -287,8 +296,8 @@ class Experts(NamedTuple):
     number: int
 
 
-def _experts(fields: Sequence[int] | None) -> Experts | None:
-    found = None if fields is None else Experts(*fields)
+def _experts(fields: Sequence[int] | None) -> ExpertShape | None:
+    found = None if fields is None else ExpertShape(*fields)
     if found is not None and not all(isinstance(number, int) and number > 0 for number in found):
         raise ValueError(f"{found} is no shape of routed experts")
     return found
@@ -297,10 +306,10 @@ def _experts(fields: Sequence[int] | None) -> Experts | None:
 @frozen(kw_only=True)
 class Ready:
     """The engine serves. `capacity` is the most tokens one request may hold, prompt and sample together.
-    `max_total_tokens` are those of its KV cache; `host_tokens` those that main memory holds besides.
+    `max_total_tokens` are those of its KV cache, and `host_tokens` those that main memory holds besides.
 
-    `experts` is set if the engine records which experts read each token. `drafts`: the algorithm by which it
-    drafts tokens that it then verifies; empty if it does not.
+    `experts` is set if the engine records which experts read each token. `drafts` is the algorithm by which
+    it drafts tokens that it then verifies; it is empty if the engine drafts none.
     """
 
     vocab_size: int
@@ -310,12 +319,14 @@ class Ready:
     weight_version: str
     sglang_version: str
     host_tokens: int = 0
-    experts: Experts | None = field(default=None, converter=_experts)
+    experts: ExpertShape | None = field(default=None, converter=_experts)
     drafts: str = ""
 
 
 def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ...]:
-    """Version spans as tuples: arrays arrive from the wire as lists. Raises ValueError for other values."""
+    """Version spans as tuples, because arrays arrive from the wire as lists. Raises ValueError for other
+    values.
+    """
     found = tuple(cast(tuple[str, int, int], tuple(each)) for each in arrays)
     for version, start, end in found:
         if not isinstance(version, str) or not isinstance(start, int) or not isinstance(end, int):
@@ -325,12 +336,12 @@ def _spans(arrays: Iterable[Sequence[object]]) -> tuple[tuple[str, int, int], ..
 
 @frozen(kw_only=True)
 class Piece:
-    """More of one sample: `ids` int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
+    """More of one sample: `ids` are int32 bytes, `logprobs` float32 bytes, all sampled by `version`.
 
     The last piece has `finish` and, where the engine knows better than `version`, `spans` over the whole
-    sample as (version, start, end). Alternatives, where they were requested: equally many for each of `ids`,
-    one token's after the other's, as int32 and float32 bytes. `drafted`, `accepted`, `verified`: the drafted
-    tokens since the piece before, those of them that were right, and the engine's steps.
+    sample as (version, start, end). Where alternatives were requested, there are equally many for each of
+    `ids`, one token's after the other's, as int32 and float32 bytes. `drafted` are the drafted tokens since
+    the piece before, `accepted` those of them that were right, and `verified` the engine's steps.
     """
 
     rid: str
@@ -348,9 +359,9 @@ class Piece:
 
 
 @frozen(kw_only=True)
-class Routed:
-    """Some rows of a sample's routed experts, from position `start` on: uint8, or little-endian int16 where
-    `wide`.
+class RoutedRows:
+    """Some rows of a sample's routed experts, from position `start` on, as uint8, or as little-endian int16
+    where `wide`.
 
     They come in order before the sample's last piece, in several messages where there are many.
     """
@@ -364,7 +375,7 @@ class Routed:
 
 
 @frozen(kw_only=True)
-class Scored:
+class RowLogprobs:
     """The logprobs of a row from its `start` on, float32 bytes, all given by `version`."""
 
     rid: str
@@ -374,8 +385,8 @@ class Scored:
 
 @frozen(kw_only=True)
 class Failed:
-    """A generation, or the scoring of a row, that failed, and why. `refused`: because of what its client
-    asked for, so that the engine is not at fault.
+    """A generation, or the scoring of a row, failed, and `message` says why. `refused` is set if it failed
+    because of what its client asked for, so that the engine is not at fault.
     """
 
     rid: str
@@ -395,8 +406,8 @@ class Done:
 
 @frozen(kw_only=True)
 class Load:
-    """How busy the engine is, as its scheduler last reported; sent when it changes. `max_running`: requests
-    it runs at once, 0 where it has not reported that.
+    """How busy the engine is, as its scheduler last reported; it is sent when it changes. `max_running` is
+    how many requests the engine runs at once, 0 where it has not reported that.
     """
 
     running: int
@@ -408,8 +419,8 @@ class Load:
 
 @frozen(kw_only=True)
 class Waiting:
-    """Why an external engine's server is not used yet; the host tries again. `unfit`: the server answers, and
-    something must be changed.
+    """Why an external engine's server is not used yet. The host tries again. `unfit` is set if the server
+    answers and something must be changed.
     """
 
     message: str
@@ -417,14 +428,14 @@ class Waiting:
 
 
 @frozen(kw_only=True)
-class Fatal:
+class HostFatal:
     """Why the host ends: its last message."""
 
     message: str
 
 
-ToHost = Start | Generate | Score | Abort | Forget | Pause | Continue | Update | Shutdown
-ToNode = Ready | Piece | Routed | Scored | Failed | Done | Load | Waiting | Fatal
+ToHost = Start | Generate | ScoreTokens | Abort | Forget | Pause | Continue | Update | Shutdown
+ToNode = Ready | Piece | RoutedRows | RowLogprobs | Failed | Done | Load | Waiting | HostFatal
 Message = ToHost | ToNode
 
 _CLASSES: tuple[type[Message], ...] = (*get_args(ToHost), *get_args(ToNode))
@@ -433,8 +444,8 @@ _FIELDS = {kind: tuple(each.name for each in fields(kind)) for kind in _CLASSES}
 
 
 def _values(annotation: object) -> tuple[tuple[type, ...], frozenset[object] | None]:
-    """The types that a field's values have on the wire, and all its values where its type names them. No
-    types for a field that has a converter.
+    """The types that a field's values have on the wire, and all its values where its type lists them. A field
+    that has a converter has no types here.
     """
     if get_origin(annotation) in (Union, UnionType):
         members = [_values(each) for each in get_args(annotation)]
@@ -450,9 +461,9 @@ def _values(annotation: object) -> tuple[tuple[type, ...], frozenset[object] | N
     return ((cast(type, annotation),) if annotation in (str, bytes, int, bool, NoneType) else ()), None
 
 
-# Of the node's side alone: one host must not end the node, nor what it sends be taken for tokens. Checked for
-# every token that is sent alone, so without a call of a function for each field.
-_CHECKS = {
+# Only messages to the node are checked: one host must not end the node, and what it sends must not be taken
+# for tokens. The checks run for every token that is sent alone, so they call no function for each field.
+_FIELD_CHECKS = {
     kind: tuple((each.name, *found) for each in fields(kind) if (found := _values(each.type))[0])
     for kind in get_args(ToNode)
 }
@@ -460,11 +471,13 @@ _ARRAYS = {kind: tuple(each.name for each in fields(kind) if each.type is bytes)
 
 
 class FrameError(ValueError):
-    """Bytes that are not a valid frame: the other end is not the program that the node started."""
+    """The bytes are no valid frame: the other end is not the program that the node started."""
 
 
 def encode(*messages: Message) -> bytes:
-    """One frame with these messages, in order. Raises FrameError when it would be longer than MAX_FRAME."""
+    """One frame with these messages, in order. Raises FrameError when it would be longer than
+    MAX_FRAME_BYTES.
+    """
     body = cast(
         bytes,
         msgpack.packb(
@@ -474,14 +487,15 @@ def encode(*messages: Message) -> bytes:
             ]
         ),
     )
-    if len(body) > MAX_FRAME:
-        raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
     return len(body).to_bytes(_HEAD, "big") + body
 
 
-def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
-    """Frames for any number of messages, CHUNKS_A_FRAME at most in each, and fewer where they are large. The
-    pieces of a sample that leave together are one: their reader would take them together.
+def encode_frames(messages: Iterable[Message]) -> Iterator[bytes]:
+    """Frames for any number of messages: MAX_FRAME_CHUNKS at most in each, and fewer where the messages are
+    large. The pieces of a sample that leave together are joined into one, because their reader would take
+    them together anyway.
     """
     waiting: list[Message] = []
     size = 0
@@ -492,7 +506,7 @@ def encode_all(messages: Iterable[Message]) -> Iterator[bytes]:
             for name in _ARRAYS[type(message)]
             if isinstance(value := getattr(message, name), bytes)
         )
-        if len(waiting) == CHUNKS_A_FRAME or size > BYTES_A_FRAME:
+        if len(waiting) == MAX_FRAME_CHUNKS or size > FULL_FRAME_BYTES:
             yield encode(*waiting)
             waiting.clear()
             size = 0
@@ -522,15 +536,15 @@ def _together(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def _goes_on(before: Piece, piece: Piece) -> bool:
-    """Whether a piece follows one of its sample by the same version. With alternatives, which are large, no
-    piece does.
+    """Whether a piece follows another of its sample by the same version. Pieces with alternatives, which are
+    large, are never joined.
     """
     size = len(before.alternative_ids) + len(piece.alternative_ids)
     return before.finish is None and not before.spans and before.version == piece.version and not size
 
 
 def _joined(run: Sequence[Piece]) -> Piece:
-    """One piece of a sample's next ones. The last of them may end it."""
+    """One piece made of consecutive pieces of a sample. The last of them may end it."""
     if len(run) == 1:
         return run[0]
     return evolve(
@@ -543,8 +557,8 @@ def _joined(run: Sequence[Piece]) -> Piece:
 
 @define(eq=False)
 class FrameDecoder:
-    """Takes bytes as they arrive and gives messages once their frame is whole. Raises FrameError on anything
-    else and cannot be used afterwards.
+    """Takes bytes as they arrive and gives messages once their frame is whole. It raises FrameError on
+    anything else and cannot be used afterwards.
     """
 
     _buffer: bytearray = field(factory=bytearray, init=False)
@@ -560,8 +574,8 @@ class FrameDecoder:
         if len(self._buffer) < _HEAD:
             return None
         length = int.from_bytes(self._buffer[:_HEAD], "big")
-        if length > MAX_FRAME:  # before buffering it: a stray peer must not cost memory
-            raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
+        if length > MAX_FRAME_BYTES:  # checked before buffering it, because a stray peer must not cost memory
+            raise FrameError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
         if len(self._buffer) < _HEAD + length:
             return None
         body = bytes(self._buffer[_HEAD : _HEAD + length])
@@ -582,7 +596,7 @@ def _message(raw: Sequence[object]) -> Message:
         raise FrameError(f"unknown message code {code!r:.40}")
     kind = _CLASSES[code]
     found = kind(**dict(zip(_FIELDS[kind], values, strict=True)))
-    for name, types, words in _CHECKS.get(kind, ()):
+    for name, types, words in _FIELD_CHECKS.get(kind, ()):
         value = getattr(found, name)
         if not isinstance(value, types) or (words is not None and value not in words):
             raise FrameError(f"{kind.__name__}.{name} may not be {value!r:.60}")

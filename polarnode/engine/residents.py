@@ -1,8 +1,8 @@
 """The sessions of one engine host, and the calls that wait for their session's place in its cache.
 
-`residency.Residency` decides; here its decisions are carried out in time: a held call waits for an event, the
-engine is told whose prefixes it may drop, and a session's clock is given what its calls were held. Every way
-out of a wait gives the place back, synchronously.
+`residency.ResidencyPolicy` decides, and this module carries its decisions out in time: a held call waits for
+an event, the engine is told whose prefixes it may drop, and a session's clock is credited with the time that
+its calls were held. Every way out of a wait gives the place back, synchronously.
 """
 
 import logging
@@ -15,32 +15,32 @@ from attrs import define, field
 from polarnode.core.ports import GenerateOrder
 from polarnode.engine.calls import Call, prefix_name
 from polarnode.engine.learned_sizes import read_learned, write_learned
-from polarnode.engine.residency import HOLD_S, HeldCall, Learned, Residency, ResidencyStatistics
+from polarnode.engine.residency import HOLD_S, HeldCall, LearnedSizes, ResidencyPolicy, ResidencyStatistics
 
 logger = logging.getLogger(__name__)
 
-# of all prompt tokens that are read again while that was not decided, what an operator should know of: the
-# policy itself stays below 2 %
+# Share of all prompt tokens that are read again without a decision, above which an operator is warned. The
+# policy itself stays below 2 %.
 WARN_SHARE = 0.05
-WARN_TOKENS = 200_000  # prompt tokens before a share means something: some ten long prompts
-WARN_EVERY_S = 600.0  # the log of a week stays readable
-KEEP_S = 60.0  # between writes of what was learned: a killed node loses that much
+WARN_TOKENS = 200_000  # prompt tokens before a share means something: those of some ten long prompts
+WARN_EVERY_S = 600.0  # seconds; so the log of a week stays readable
+SAVE_INTERVAL_S = 60.0  # seconds between writes of what was learned; a killed node loses that much
 
-# moves a session's deadline by seconds: more than 0 where its calls begin to be held, back or by 0 where none
-# is held any more
-Credit = Callable[[float], None]
+# Moves a session's deadline by seconds: by more than 0 where its calls begin to be held, and back or by 0
+# where none is held any more.
+MoveDeadline = Callable[[float], None]
 
 
 @define(eq=False)
-class _Wait:
-    """A held call. `lost`: the host died, so another one must be asked."""
+class _HeldWait:
+    """A held call. `lost` is set if the host died, so that another one must be asked."""
 
     held: trio.Event = field(factory=trio.Event)
     lost: bool = False
 
 
 @define(eq=False)
-class _Holding:
+class _HeldSession:
     """The held calls of a session, since the first of them."""
 
     since: float
@@ -48,20 +48,20 @@ class _Holding:
 
 
 @define(eq=False)
-class Residents:
+class ResidencyGate:
     """`machine` is None where the engine's capacity is not known, or the policy is off: then every call
-    passes. `forget` sends the engine the name of a conversation whose prefix may go first. `path`: what is
-    learned of sessions, for the next node.
+    passes. `forget` sends the engine the name of a conversation whose prefix may be evicted first. `path` is
+    the file of what is learned of sessions, for the next node.
     """
 
     index: int
     forget: Callable[[str], None]
     path: Path
-    machine: Residency | None = None
-    _kept: Learned | None = field(default=None, init=False)  # as it was written last
-    _waits: dict[str, _Wait] = field(factory=dict, init=False)  # by request
-    _credits: dict[str, Credit] = field(factory=dict, init=False)  # by session
-    _holding: dict[str, _Holding] = field(factory=dict, init=False)  # by session
+    machine: ResidencyPolicy | None = None
+    _kept: LearnedSizes | None = field(default=None, init=False)  # what was written last
+    _waits: dict[str, _HeldWait] = field(factory=dict, init=False)  # by request
+    _credits: dict[str, MoveDeadline] = field(factory=dict, init=False)  # by session
+    _held_sessions: dict[str, _HeldSession] = field(factory=dict, init=False)  # by session
     _wake: trio.Event = field(factory=trio.Event, init=False)
     _warned: tuple[float, int, int] = field(default=(0.0, 0, 0), init=False)
 
@@ -72,7 +72,7 @@ class Residents:
     def open(self, capacity: int, longest: int) -> None:
         """The host serves, with an empty cache of so many tokens. What was learned before stays."""
         if self.machine is None:
-            self.machine = Residency(capacity=capacity, longest=longest)
+            self.machine = ResidencyPolicy(capacity=capacity, longest=longest)
             if (learned := read_learned(self.path)) is not None:
                 self.machine.recall(learned)
         self.machine.capacity = capacity
@@ -89,17 +89,21 @@ class Residents:
         return self.machine is None or self.machine.may_begin(kind, now, group=group)
 
     def rank(self, group: str) -> tuple[bool, int]:
-        """Of several hosts, the one with the least rank is best for a session of `group`."""
+        """The rank of this host for a session of `group`. Of several hosts, the one with the least rank is
+        best.
+        """
         return (True, 0) if self.machine is None else (not self.machine.has_group(group), -self.machine.room)
 
-    def begin(self, session: str, kind: str, group: str, credit: Credit, *, resident: bool = True) -> None:
+    def begin(
+        self, session: str, kind: str, group: str, credit: MoveDeadline, *, resident: bool = True
+    ) -> None:
         """A session begins here, without a place unless `resident`."""
         if self.machine is not None:
             self.machine.begin(session, kind, trio.current_time(), group=group, resident=resident)
             self._credits[session] = credit
 
     def over(self, session: str) -> None:
-        """A session ended. Calls of it that are still held go to the engine, where their ends find them."""
+        """A session ended. Those of its calls that are still held go to the engine, and end there."""
         self._credits.pop(session, None)
         if self.machine is not None and self.machine.has(session):
             for call in self.machine.over(session):
@@ -109,13 +113,13 @@ class Residents:
     # ── calls ─────────────────────────────────────────────────────────────────
 
     async def enter(self, order: GenerateOrder) -> bool:
-        """Wait for the place of an order's session. False: the host died meanwhile."""
+        """Wait for the place of an order's session. Returns False if the host died meanwhile."""
         if self.machine is None or not order.affinity:
             return True
         call, session, now = order.request_id, order.affinity, trio.current_time()
         if self.machine.ask(call, session, order.chain, now, tokens=len(order.prompt)):
             return True
-        wait = self._waits[call] = _Wait()
+        wait = self._waits[call] = _HeldWait()
         self._hold(session, now)
         self._look()
         self._wake.set()
@@ -126,7 +130,7 @@ class Residents:
                 self.left(order)
             else:
                 self.machine.withdraw(call)
-                self._release(call, session)
+                self._release_clock(call, session)
             raise
         return not wait.lost
 
@@ -174,8 +178,8 @@ class Residents:
             deadline = float("inf")
             if self.machine is not None:
                 self._look()
-                deadline = max(self.machine.next_look(trio.current_time()), trio.current_time() + 0.01)
-                self._warn(self.machine)
+                deadline = max(self.machine.next_decision(trio.current_time()), trio.current_time() + 0.01)
+                self._warn_rereads(self.machine)
             self._wake = trio.Event()
             with trio.move_on_at(deadline):
                 await self._wake.wait()
@@ -184,14 +188,14 @@ class Residents:
         """Write what is learned to `path`, until cancelled; then once more."""
         try:
             while True:
-                await trio.sleep(KEEP_S)
-                if (learned := self._to_keep()) is not None:
+                await trio.sleep(SAVE_INTERVAL_S)
+                if (learned := self._unsaved_sizes()) is not None:
                     await trio.to_thread.run_sync(write_learned, self.path, learned)
         finally:
-            if (learned := self._to_keep()) is not None:
+            if (learned := self._unsaved_sizes()) is not None:
                 write_learned(self.path, learned)
 
-    def _to_keep(self) -> Learned | None:
+    def _unsaved_sizes(self) -> LearnedSizes | None:
         learned = None if self.machine is None else self.machine.learned()
         if learned is None or not learned.ends or learned == self._kept:
             return None
@@ -207,29 +211,31 @@ class Residents:
 
     def _let_go(self, call: HeldCall) -> None:
         self._waits[call.id].held.set()
-        self._release(call.id, call.session)
+        self._release_clock(call.id, call.session)
 
     # ── a session's clock ─────────────────────────────────────────────────────
 
     def _hold(self, session: str, now: float) -> None:
-        """Its clock is moved for the whole time that it may be held, so that it does not end meanwhile."""
-        holding = self._holding.get(session)
+        """Move the session's clock by the whole time that it may be held, so that it does not run out
+        meanwhile.
+        """
+        holding = self._held_sessions.get(session)
         if holding is None:
-            holding = self._holding[session] = _Holding(since=now)
+            holding = self._held_sessions[session] = _HeldSession(since=now)
             if (credit := self._credits.get(session)) is not None:
                 credit(HOLD_S)
         holding.calls += 1
 
-    def _release(self, call: str, session: str) -> None:
+    def _release_clock(self, call: str, session: str) -> None:
         del self._waits[call]
-        holding = self._holding[session]
+        holding = self._held_sessions[session]
         holding.calls -= 1
         if not holding.calls:
-            del self._holding[session]
+            del self._held_sessions[session]
             if (credit := self._credits.get(session)) is not None:
                 credit(trio.current_time() - holding.since - HOLD_S)
 
-    def _warn(self, machine: Residency) -> None:
+    def _warn_rereads(self, machine: ResidencyPolicy) -> None:
         now, totals = trio.current_time(), machine.feedback.totals
         before, prompt, again = self._warned
         read = totals.prompt - prompt

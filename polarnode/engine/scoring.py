@@ -2,7 +2,7 @@
 
 A row costs the engine one prefill and nothing is sampled. Scoring comes after sampling: while an engine host
 samples, it reads one row at a time, and rests between rows (`ScoreTurns`), so that agents have most of it. A
-row may be read again without harm, so one whose host dies, or whose weights change meanwhile, is.
+row can be read again without harm, so it is read again if its host dies, or if the weights change meanwhile.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,21 +21,21 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, EngineError, PolarnodeError, Refused
 from polarnode.core.ports import RowScores, ScoreOrder, Scorer
 from polarnode.core.status import ScoredRow, ScoreRequest, ScoreRow
-from polarnode.engine.protocol import Scored
+from polarnode.engine.protocol import RowLogprobs
 from polarnode.engine.routing import EngineStatistics
-from polarnode.merge.token_extras import at_trained
+from polarnode.merge.token_extras import masked_logprobs
 
-# rows in a host that samples nothing: SGLang reads prompts in passes of 8,192 tokens or more, and so many
-# rows of a thousand tokens fill one
-ROWS_ALONE = 8
-# after a row that a sampling host read for a second it rests so many: agents keep three quarters of its time,
-# and a sibling's call waits for one row at most
+# Rows in a host that samples nothing: SGLang reads prompts in passes of 8,192 tokens or more, and so many
+# rows of a thousand tokens fill one.
+ROWS_WHEN_IDLE = 8
+# Seconds of rest for each second that a sampling host read a row: agents keep three quarters of its time, and
+# a sibling's call waits for one row at most.
 REST = 3.0
-ATTEMPTS = 3  # at a row: a host that dies three times under one dies of it
+ATTEMPTS = 3  # attempts at a row; if a host dies three times under one row, it dies of it
 
 
 def check_score(order: ScoreOrder, *, vocab_size: int, context_length: int) -> None:
-    """Raise Refused for a row that the engine cannot read: an id outside the vocabulary would end its
+    """Raise Refused for a row that the engine cannot read. An id outside the vocabulary would end its
     process.
     """
     length = len(order.row)
@@ -44,7 +44,7 @@ def check_score(order: ScoreOrder, *, vocab_size: int, context_length: int) -> N
             f"a row of {length} tokens cannot be scored from token {order.start} on: give 1 to {length - 1}"
         )
     row = numpy.frombuffer(order.row, dtype=numpy.int32)
-    # in one pass: what is below 0 is above everything so
+    # One pass suffices: read as unsigned, what is below 0 is above everything.
     if not row.view(numpy.uint32).max() < vocab_size:
         raise Refused(
             f"the row has token ids from {row.min()} to {row.max()}, this model knows 0 to {vocab_size - 1}"
@@ -57,14 +57,14 @@ def check_score(order: ScoreOrder, *, vocab_size: int, context_length: int) -> N
 class ScoreCall:
     """A row in an engine host, until its end comes."""
 
-    count: int  # of logprobs that are due
+    count: int  # number of logprobs that are due
     over: bool = field(default=False, init=False)
     _scores: RowScores | None = field(default=None, init=False)
     _error: EngineError | None = field(default=None, init=False)
     _ended: trio.Event = field(factory=trio.Event, init=False)
 
-    def take(self, scored: Scored) -> None:
-        """Take the row's end. One that does not fit fails it."""
+    def take(self, scored: RowLogprobs) -> None:
+        """Take the row's end. An end that does not fit the row fails it."""
         values = numpy.frombuffer(scored.logprobs[: len(scored.logprobs) // 4 * 4], dtype=numpy.float32)
         if len(scored.logprobs) != 4 * self.count or numpy.isnan(values).any():
             sentence = f"the engine gave {len(scored.logprobs)} bytes of logprobs for {self.count} tokens"
@@ -82,7 +82,7 @@ class ScoreCall:
         self._ended.set()
 
     async def result(self) -> RowScores:
-        """The scores. Raises what the row failed with."""
+        """The scores. Raises the error with which the row failed."""
         await self._ended.wait()
         if self._scores is None:
             raise self._error or EngineError("the row has no end")
@@ -91,10 +91,12 @@ class ScoreCall:
 
 @define(eq=False)
 class ScoreTurns:
-    """Whose row one host reads next: first come, first served. `samples`: whether the host samples now."""
+    """Whose row one host reads next: first come, first served. `samples` says whether the host samples
+    now.
+    """
 
     samples: Callable[[], bool]
-    waiting: int = field(default=0, init=False)  # rows that wait or are read
+    waiting: int = field(default=0, init=False)  # rows that wait or are being read
     _running: int = field(default=0, init=False)
     _rests_until: float = field(default=-inf, init=False)
     _next: trio.StrictFIFOLock = field(factory=trio.StrictFIFOLock, init=False)
@@ -120,7 +122,7 @@ class ScoreTurns:
             self.waiting -= 1
 
     async def _free(self) -> None:
-        while self._running >= (1 if self.samples() else ROWS_ALONE) or (
+        while self._running >= (1 if self.samples() else ROWS_WHEN_IDLE) or (
             self.samples() and trio.current_time() < self._rests_until
         ):
             with trio.move_on_at(inf if self._running else self._rests_until):
@@ -130,17 +132,18 @@ class ScoreTurns:
 # ── the engines of a node ─────────────────────────────────────────────────────
 
 POLICY = "policy"  # the name of the engine that samples
-ROWS = 1024  # of a request: a group's; more would take minutes, and a cut connection loses them all
-# of a request's rows together: 22 MB of base64, and about two minutes of a GPU for an 8B model
+# Rows of a request: those of a group. More would take minutes, and a cut connection loses them all.
+ROWS = 1024
+# Tokens of a request's rows together: 22 MB of base64, and about two minutes of a GPU for an 8B model.
 TOKENS = 1 << 22
-REQUESTS = 8  # at once: 130 MB of rows and answers; more only wait for the same engines
+REQUESTS = 8  # requests at once: 130 MB of rows and answers; more only wait for the same engines
 RETRY_AFTER_S = 2.0  # a request of a few rows is over sooner
 
 
 @frozen(kw_only=True)
-class _Asked:
-    """A row of a request. `order` is None where nothing of it is to be scored; `mask` is 1 where something
-    is.
+class _RequestedRow:
+    """A row of a request. `order` is None if nothing of it is to be scored. `mask` is 1 at the tokens that
+    are.
     """
 
     mask: bytes
@@ -148,20 +151,20 @@ class _Asked:
 
 
 class ScoringEngine(Scorer, Protocol):
-    """What the engines of `Scoring` are: `Engines`, which imports this module."""
+    """What the engines of `ScoringEngines` must have: `Engines` has it, but imports this module."""
 
     def statistics(self) -> EngineStatistics: ...
 
 
 @define(eq=False)
-class Scoring:
+class ScoringEngines:
     """The engines of a node that score, by name: its policy and its teachers."""
 
     engines: Mapping[str, ScoringEngine] = field(factory=dict)
     _requests: int = field(default=0, init=False)
 
     def insist(self, name: str, path: str) -> None:
-        """Raise Refused for a name that no engine has."""
+        """Raise Refused if no engine has the name."""
         if name not in self.engines:
             raise Refused(
                 f"no engine of this node is called {name!r}: name {', '.join(self.engines) or 'none'}, or add"
@@ -175,7 +178,7 @@ class Scoring:
         return {name: plain(engine.statistics()) for name, engine in teachers}
 
     async def answer(self, request: ScoreRequest) -> tuple[ScoredRow, ...]:
-        """Score the rows of a request. Raises Refused with a row's path, Busy, and EngineError; leaving early
+        """Score the rows of a request. Raises Refused with a row's path, Busy, and EngineError. Leaving early
         ends what is in the engine.
         """
         self.insist(request.engine, "$.engine")
@@ -203,8 +206,8 @@ class Scoring:
 async def score_all(
     scorer: Scorer, orders: Mapping[int, ScoreOrder], found: dict[int, RowScores | PolarnodeError]
 ) -> None:
-    """Score rows, and put their scores or errors into `found`, as they come. After an EngineError no other
-    row is begun.
+    """Score rows, and put their scores or errors into `found` as they come. After an EngineError no other row
+    is begun.
     """
     places = iter(orders)
 
@@ -214,15 +217,17 @@ async def score_all(
                 return
             try:
                 found[place] = await scorer.score(orders[place])
-            except PolarnodeError as error:  # a value: a nursery would wrap it in a group
+            except PolarnodeError as error:  # kept as a value, because a nursery would wrap it in a group
                 found[place] = error
 
     async with trio.open_nursery() as nursery:
-        for _ in range(min(ROWS_ALONE, len(orders))):  # one caller must not fill the queue before another's
+        for _ in range(
+            min(ROWS_WHEN_IDLE, len(orders))
+        ):  # one caller must not fill the queue before another's
             nursery.start_soon(work)
 
 
-def _asked(request: ScoreRequest) -> list[_Asked]:
+def _asked(request: ScoreRequest) -> list[_RequestedRow]:
     """What a request asks for, row by row. Raises Refused."""
     if not 1 <= len(request.rows) <= ROWS:
         raise Refused(f"rows has {len(request.rows)} rows: send 1 to {ROWS}", path="$.rows")
@@ -230,10 +235,12 @@ def _asked(request: ScoreRequest) -> list[_Asked]:
     if tokens > TOKENS:
         sentence = f"the rows have {tokens} tokens together: send {TOKENS} at most in a request"
         raise Refused(sentence, path="$.rows")
-    return [_asked_row(row, f"$.rows[{place}]", request.adapter) for place, row in enumerate(request.rows)]
+    return [
+        _requested_row(row, f"$.rows[{place}]", request.adapter) for place, row in enumerate(request.rows)
+    ]
 
 
-def _asked_row(row: ScoreRow, path: str, adapter: str) -> _Asked:
+def _requested_row(row: ScoreRow, path: str, adapter: str) -> _RequestedRow:
     length = len(row.token_ids)
     given = bytes([1]) * length if row.loss_mask is None else row.loss_mask
     if len(given) != length:
@@ -244,13 +251,13 @@ def _asked_row(row: ScoreRow, path: str, adapter: str) -> _Asked:
     mask = (bytes(start) + given[start:])[:length]
     first, end = mask.find(1), mask.rfind(1) + 1
     if not end:
-        return _Asked(mask=mask, order=None)
+        return _RequestedRow(mask=mask, order=None)
     order = ScoreOrder(request_id=uuid4().hex, row=row.token_ids[:end], start=first, adapter=adapter)
-    return _Asked(mask=mask, order=order)
+    return _RequestedRow(mask=mask, order=order)
 
 
-def _scored_row(asked: _Asked, scores: RowScores | PolarnodeError | None) -> ScoredRow:
+def _scored_row(asked: _RequestedRow, scores: RowScores | PolarnodeError | None) -> ScoredRow:
     if asked.order is None or not isinstance(scores, RowScores):
         return ScoredRow(logprobs=floats(bytes(4 * len(asked.mask))), version=None)
-    logprobs = at_trained(asked.mask, scores.logprobs, begin=asked.order.start)
+    logprobs = masked_logprobs(asked.mask, scores.logprobs, begin=asked.order.start)
     return ScoredRow(logprobs=logprobs, version=scores.version)

@@ -1,8 +1,8 @@
 """One update of the weights on all hosts: paused, loaded, checked, then served; or rolled back everywhere.
 
 Every host must pass `check`. Whatever fails before that is rolled back on all hosts. After it the new version
-is the node's, and a host that cannot follow is restarted with it. A host that does not answer is ended: a
-process with unknown weights must not serve.
+is the node's, and a host that cannot follow is restarted with it. A host that does not answer is ended,
+because a process with unknown weights must not serve.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,34 +24,36 @@ from polarnode.engine.protocol import (
     ToHost,
 )
 
-Make = Callable[[int, Host], ToHost]
+MessageMaker = Callable[[int, Host], ToHost]
 
-# seconds for one step on all hosts: 70 GB from a network disk take four minutes; it also bounds a sender that
-# never sends
+# Seconds for one step on all hosts: 70 GB from a network disk take four minutes. This also bounds a sender
+# that never sends.
 STEP_S = 600.0
-# seconds for calls under way to end: 8,000 tokens at 80 a second, longer answers are rare; then they are
-# retracted
+# Seconds for calls under way to end: 8,000 tokens take that long at 80 a second, and longer answers are rare.
+# After that the calls are retracted.
 DRAIN_S = 120.0
-ALIVE = ("ready", "stale")
+ALIVE_STATES = ("ready", "stale")
 
 
 @define(eq=False)
 class Update:
-    """One update, made by `Engines.updating`. `hosts` are those that run; `everyone` includes the
-    dead ones.
+    """One update, made by `Engines.updating`. `hosts` are those that run, and `everyone` includes the dead
+    ones.
     """
 
     everyone: tuple[Host, ...]
     mode: UpdateMode
     before: PauseMode | None
     hosts: tuple[Host, ...] = ()
-    seconds: dict[int, float] = field(factory=dict)  # until each host had loaded all parts
+    seconds: dict[int, float] = field(factory=dict)  # seconds until each host had loaded all parts
     committed: bool = False
     _kept: set[int] = field(factory=set)
 
     async def begin(self, drained: Callable[[], bool], changed: Callable[[], trio.Event]) -> None:
-        """Hold generation and keep a copy of the served weights. `drained`: no call is under way."""
-        self.hosts = tuple(host for host in self.everyone if host.state in ALIVE)
+        """Hold generation and keep a copy of the served weights. `drained` says whether no call is under
+        way.
+        """
+        self.hosts = tuple(host for host in self.everyone if host.state in ALIVE_STATES)
         if not self.hosts:
             raise EngineError("no engine host serves at present: update the weights again once one does")
         if self.mode == "drain" and self.before is None:
@@ -65,8 +67,8 @@ class Update:
         self._kept = {index for index, answer in answers.items() if answer.ok}
         self._require(answers)
 
-    async def load(self, make: Make) -> None:
-        """One part of the new weights, on every host at once."""
+    async def load(self, make: MessageMaker) -> None:
+        """Load one part of the new weights, on every host at once."""
         began = trio.current_time()
 
         def note(host: Host) -> None:
@@ -78,8 +80,8 @@ class Update:
         """Check the weights after everything was sent. When this returns, every host can serve them and none
         does yet.
         """
-        # requests frozen in place keep their cache; no other request finds it, because the version is its
-        # salt
+        # Requests that are frozen in place keep their cache. No other request finds it, because the version
+        # is its salt.
         flush = self.mode != "in_place"
         self._require(await self._ask(self.hosts, lambda call, _: CheckUpdate(call=call, flush=flush)))
 
@@ -87,16 +89,16 @@ class Update:
         """Serve the new weights, and resume generation unless it was held before the update."""
         self.committed = True
         for host in self.everyone:
-            host.loaded = loaded  # first: a host that dies from here on comes back with it
+            host.loaded = loaded  # set first, so that a host that dies from here on comes back with it
         answers = await self._ask(self.hosts, lambda call, _: CommitUpdate(call=call, version=loaded.version))
-        for host in self._survivors(answers, f"could not serve weights {loaded.version}"):
+        for host in self._end_failed_hosts(answers, f"could not serve weights {loaded.version}"):
             host.serve(loaded.version)
         await self._continue()
 
     async def roll_back(self) -> None:
         """Serve the previous weights again."""
         kept = [host for host in self.hosts if host.index in self._kept]
-        self._survivors(
+        self._end_failed_hosts(
             await self._ask(kept, lambda call, _: RollBack(call=call)),
             "could not go back to the weights before",
         )
@@ -104,16 +106,16 @@ class Update:
 
     async def _continue(self) -> None:
         if self.before is None:
-            self._survivors(
+            self._end_failed_hosts(
                 await self._ask(self.hosts, lambda call, _: Continue(call=call)),
                 "could not continue after an update of weights",
             )
 
     async def _ask(
-        self, hosts: Iterable[Host], make: Make, note: Callable[[Host], None] = lambda _: None
+        self, hosts: Iterable[Host], make: MessageMaker, note: Callable[[Host], None] = lambda _: None
     ) -> dict[int, Done]:
-        """The answer of each of `hosts`. One that died or is silent for STEP_S has failed; a silent one is
-        ended.
+        """The answer of each of `hosts`. A host that died or is silent for STEP_S has failed, and a silent
+        one is ended.
         """
         addressed = tuple(hosts)
         answers = {
@@ -128,7 +130,7 @@ class Update:
         with trio.move_on_after(STEP_S) as patience:
             async with trio.open_nursery() as nursery:
                 for host in addressed:
-                    if host.state in ALIVE:
+                    if host.state in ALIVE_STATES:
                         answers[host.index] = Done(
                             call=0, ok=False, message=f"no answer within {STEP_S:.0f} s"
                         )
@@ -139,11 +141,11 @@ class Update:
                     host.restart_with_reason(answers[host.index].message)
         return answers
 
-    def _survivors(self, answers: dict[int, Done], what: str) -> list[Host]:
-        """The hosts that carried out the order; the others are ended."""
+    def _end_failed_hosts(self, answers: dict[int, Done], what: str) -> list[Host]:
+        """The hosts that carried out the order. The others are ended."""
         for host in self.hosts:
             answer = answers.get(host.index)
-            if answer is not None and not answer.ok and host.state in ALIVE:
+            if answer is not None and not answer.ok and host.state in ALIVE_STATES:
                 host.restart_with_reason(f"{what}: {answer.message}")
         return [host for host in self.hosts if host.index in answers and answers[host.index].ok]
 
@@ -152,6 +154,6 @@ class Update:
         if not failed:
             return
         text = "; ".join(f"engine host {index}: {message}" for index, message in failed.items())
-        if all(host.state in ALIVE for host in self.hosts):
+        if all(host.state in ALIVE_STATES for host in self.hosts):
             raise Refused(f"the weights were refused, the previous ones are served: {text}", path="$.source")
         raise EngineError(f"the weights were refused, the previous ones are served: {text}")

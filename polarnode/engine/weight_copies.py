@@ -1,9 +1,9 @@
 """Files of weights and adapters that a node takes from another node of its log.
 
-Nodes that do not see the trainer's folder copy its files from one that holds them, into a folder of their
-own from which they find them again after a restart. Invariants: a copy is whole before it is used, and has
-the fingerprint or the digest that the log names, so that nothing else is served under a version; a break
-costs the bytes of one request, because a file goes on where it ended.
+Nodes that do not see the trainer's folder copy its files from a node that holds them, into a folder of their
+own, where they find them again after a restart. Invariants: a copy is whole before it is used, and it has the
+fingerprint or the digest that the log names, so that nothing else is served under a version. A break costs
+the bytes of one request, because a file goes on where it ended.
 """
 
 import logging
@@ -25,17 +25,17 @@ from polarnode.core.errors import Conflict, DiskFull, Refused
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.weight_values import Served
 from polarnode.http.link import Link
-from polarnode.journal.log.port import LogWeights, Membership, NodeRow
+from polarnode.journal.log.port import LogWeights, MembershipPort, NodeRow
 
 logger = logging.getLogger(__name__)
 
-TRIES: Final = 5  # requests for a file that bring nothing, before another node is better
-FILES: Final = "/v1/weights/files"  # where a node gives the files of its versions
+TRIES: Final = 5  # requests for a file that bring nothing, after which another node is better
+FILES: Final = "/v1/weights/files"  # the route where a node gives the files of its versions
 
 
 @frozen(kw_only=True)
 class WeightFile:
-    """One file of a version. `time_ns` is when it was changed, which its fingerprint is made of."""
+    """One file of a version. `time_ns` is when it was changed, which goes into its fingerprint."""
 
     name: str
     size: int
@@ -44,7 +44,7 @@ class WeightFile:
 
 @frozen(kw_only=True)
 class WeightFileList:
-    """The files of a version that a node holds, of the base or of an adapter."""
+    """The files that a node holds of a version, of the base or of an adapter."""
 
     version: str
     files: tuple[WeightFile, ...]
@@ -62,16 +62,17 @@ def list_files(folder: Path) -> tuple[WeightFile, ...]:
 @frozen(kw_only=True)
 class Copies:
     """Takes files from the nodes of `log`, with the token that they share. `folder` is this node's own, for
-    versions of the base. `reserve`: bytes of the disk that are kept free, for the journal is on it too.
+    versions of the base. `reserve` is how many bytes of the disk are kept free, because the journal is on it
+    too.
     """
 
-    log: Membership
+    log: MembershipPort
     folder: Path
     token: str | None = None
     reserve: int = 0
 
     async def copy_base(self, row: LogWeights, served: Served) -> Path | None:
-        """A folder with the files of a version of the base; None where no node gave them."""
+        """A folder with the files of a version of the base. None if no node gave them."""
         own = (self.folder / sha256(row.version.encode()).hexdigest()[:16]).absolute()
         part = own.with_suffix(".part")
         await trio.Path(part).mkdir(parents=True, exist_ok=True)
@@ -81,13 +82,15 @@ class Copies:
             logger.error("the copy of weights %s is not what the log names: it is thrown away", row.version)
             await trio.to_thread.run_sync(shutil.rmtree, part)
             return None
-        if await trio.Path(own).exists():  # one of the version that is damaged
+        if await trio.Path(own).exists():  # a damaged copy of the version
             await trio.to_thread.run_sync(shutil.rmtree, own)
         await trio.Path(part).rename(own)
         return own
 
     async def copy(self, row: LogWeights, folder: Path) -> bool:
-        """Whether `folder` has the files of a version now, because some holder gave them."""
+        """Copy the files of a version into `folder`. Returns whether it has them now, because some holder
+        gave them.
+        """
         for node in await self.log.nodes():
             if node.incarnation not in row.holders or not node.facts.url:
                 continue
@@ -110,16 +113,16 @@ class Copies:
             for each in found.files:
                 if not each.name or "/" in each.name or each.name in (".", ".."):
                     raise Refused(f"the node names a file {each.name!r}")
-            await trio.to_thread.run_sync(self._insist_room, found.files, folder)
+            await trio.to_thread.run_sync(self._require_room, found.files, folder)
             for each in found.files:
                 await _fetch(link, f"{at}&name={quote(each.name, safe='')}", each, folder / each.name)
             named = {each.name for each in found.files}
             for other in await trio.Path(folder).iterdir():
-                if other.name not in named:  # of another node that had other files
+                if other.name not in named:  # left by another node that had other files
                     await other.unlink()
 
-    def _insist_room(self, files: Sequence[WeightFile], folder: Path) -> None:
-        """Raise DiskFull where the rest of the files does not fit. Reads the disk."""
+    def _require_room(self, files: Sequence[WeightFile], folder: Path) -> None:
+        """Raise DiskFull if the rest of the files does not fit. Reads the disk."""
         there = sum(each.stat().st_size for each in folder.iterdir())
         missing, free = sum(each.size for each in files) - there, shutil.disk_usage(folder).free
         if free - missing < self.reserve:
@@ -129,7 +132,7 @@ class Copies:
             )
 
     def keep_only(self, version: str) -> None:
-        """Remove the copies of other versions: a restart needs the last alone. Changes the disk."""
+        """Remove the copies of other versions, because a restart needs only the last. Changes the disk."""
         kept = sha256(version.encode()).hexdigest()[:16]
         for each in self.folder.glob("*"):
             if each.name != kept and each.is_dir():

@@ -1,9 +1,9 @@
-"""Weights API values: what a trainer sends and receives, and the load messages for each engine host.
+"""Values of the weights API: what a trainer sends and receives, and the load messages for each engine host.
 
-Frozen values, encoded as JSON by `wire`, and plain functions. Impossible requests are refused here, before
-generation is held. Invariants: a request body is read into these classes only, so every field is a field of
-the API with a row in docs/weights.md; payloads are handles, never weights by value, because a frame to a host
-would otherwise hold gigabytes.
+They are frozen values, encoded as JSON by `core.codec.json`, and plain functions. Impossible requests are
+refused here, before generation is held. Invariants: a request body is read into these classes only, so every
+field is a field of the API with a row in docs/weights.md. Payloads are handles, never weights by value,
+because a frame to a host would otherwise hold gigabytes.
 """
 
 import binascii
@@ -21,9 +21,9 @@ from polarnode.core.errors import Refused
 from polarnode.core.weights import Backend, HostReport, MemoryTag, PauseMode, UpdateMode
 from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, ToHost
 
-if TYPE_CHECKING:  # whoever reads these values needs no engine
+if TYPE_CHECKING:  # a reader of these values needs no engine
     from polarnode.engine.host import Host
-    from polarnode.engine.update import Make
+    from polarnode.engine.update import MessageMaker
 
 # ── values ────────────────────────────────────────────────────────────
 
@@ -50,8 +50,8 @@ class AdapterOrder:
 
 @frozen(kw_only=True)
 class TensorBucket:
-    """Some tensors of a process on this machine. `payloads`: base64 of SGLang's MultiprocessingSerializer,
-    one for each GPU of the node in order, or for each GPU of one engine, where all engines read the same
+    """Some tensors of a process on this machine. `payloads` are base64 of SGLang's MultiprocessingSerializer:
+    one for each GPU of the node in order, or one for each GPU of one engine if all engines read the same
     (shared memory of a CPU).
     """
 
@@ -97,8 +97,8 @@ class UpdateOrder:
 
 @frozen(kw_only=True)
 class GroupOrder:
-    """A torch process group: rank 0 is the trainer's, the node's GPUs have the ranks from
-    `rank_offset` on.
+    """A torch process group. Rank 0 is the trainer's, and the node's GPUs have the ranks from `rank_offset`
+    on.
     """
 
     name: str = "weights"
@@ -125,8 +125,8 @@ class MemoryOrder:
 
 @frozen(kw_only=True)
 class Served:
-    """One version of the history. `digest` is of its source, to recognise a repeated order; ""
-    matches none.
+    """One version of the history. `digest` is that of its source, to recognise a repeated order; "" matches
+    none.
     """
 
     version: str
@@ -141,7 +141,7 @@ class Served:
 
 
 def digest(order: UpdateOrder) -> str:
-    """Digest of what an order would load, without its mode."""
+    """The digest of what an order would load, without its mode."""
     return sha256(dump_json(plain(order.source))).hexdigest()
 
 
@@ -157,8 +157,8 @@ def source_record(order: UpdateOrder, buckets: int) -> dict[str, str]:
 
 
 def in_order(logged: Sequence[str], served: Sequence[str], *, after: str | None) -> tuple[str, ...]:
-    """The versions of a log, oldest first, with those that a node served and the log does not have: it began
-    with them when `after` was the last one of the log.
+    """The versions of a log, oldest first, with those that a node served and the log does not have. The node
+    began with these when `after` was the last version of the log.
     """
     first = list(logged).index(after) + 1 if after is not None and after in logged else 0
     own = [each for each in served if each not in logged]
@@ -167,9 +167,9 @@ def in_order(logged: Sequence[str], served: Sequence[str], *, after: str | None)
 
 # ── buckets ────────────────────────────────────────────────────────────
 
-# bytes of payloads for one host: a handle takes some 400, and a model of 100,000 tensors comes in several
-# buckets
-HANDLES = 4 << 20
+# Bytes of payloads for one host: a handle takes some 400, and a model of 100,000 tensors comes in several
+# buckets.
+MAX_HANDLE_BYTES = 4 << 20
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "uint8")
 PORTS = range(1, 65536)
 
@@ -188,8 +188,8 @@ def check(order: UpdateOrder) -> None:
             raise Refused("source.path has a NUL character: remove it", path="$.source.path")
 
 
-def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> "list[Make]":
-    """The loads of an order that comes in one request, in order."""
+def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> "list[MessageMaker]":
+    """The loads of an order that comes in one request, in their order."""
     match order.source:
         case DiskSource(path=path):
             return [lambda call, _: LoadDisk(call=call, path=path)]
@@ -205,8 +205,8 @@ def loads(order: UpdateOrder, *, hosts: int, ranks: int) -> "list[Make]":
             ]
 
 
-def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> "Make":
-    """`hosts` engines of `ranks` GPUs each."""
+def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") -> "MessageMaker":
+    """The load of a bucket of tensors by `hosts` engines of `ranks` GPUs each."""
     if len(bucket.payloads) not in (ranks, hosts * ranks):
         wanted = (
             f"{hosts * ranks} (one for each GPU of the node, in order) or {ranks} (the same for each engine)"
@@ -215,9 +215,10 @@ def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") ->
             f"payloads has {len(bucket.payloads)} entries, this node takes {wanted}", path=f"{path}.payloads"
         )
     payloads = [_bytes(each, f"{path}.payloads[{at}]") for at, each in enumerate(bucket.payloads)]
-    if sum(map(len, payloads)) > HANDLES * hosts:
+    if sum(map(len, payloads)) > MAX_HANDLE_BYTES * hosts:
         raise Refused(
-            f"payloads hold more than {HANDLES >> 20} MiB for an engine: send handles (CUDA IPC, shared"
+            f"payloads hold more than {MAX_HANDLE_BYTES >> 20} MiB for an engine: send handles (CUDA IPC,"
+            " shared"
             " memory), not tensors",
             path=path,
         )
@@ -242,9 +243,9 @@ def _bytes(text: str, path: str) -> bytes:
         ) from None
 
 
-def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> "Make":
-    """Check before the trainer begins to send, because afterwards it would hang in a broadcast without a
-    receiver.
+def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> "MessageMaker":
+    """The load of a broadcast bucket. It is checked before the trainer begins to send, because afterwards the
+    trainer would hang in a broadcast without a receiver.
     """
     if not len(bucket.names) == len(bucket.dtypes) == len(bucket.shapes) or not bucket.names:
         raise Refused("names, dtypes and shapes must be equally many, and at least one", path=path)
@@ -267,7 +268,7 @@ def broadcast(bucket: BroadcastBucket, group: str, *, path: str = "$") -> "Make"
 
 
 def check_group(order: GroupOrder, ranks: int) -> None:
-    """`ranks`: GPUs of the whole node."""
+    """Raise Refused for a group that cannot be joined. `ranks` is the number of GPUs of the whole node."""
     if order.port not in PORTS:
         raise Refused(f"port {order.port} is none: give 1 to 65535", path="$.port")
     if order.rank_offset < 1 or order.rank_offset + ranks > order.world_size:

@@ -4,10 +4,11 @@ A version is in the log before a token is sampled by it. The trainer that sent a
 time, but an update that began ends within a bound. A restarted node serves the weights it served last, or
 reports why it does not.
 
-Nodes that share a log serve one version. It **counts**, as the log's current one, when two nodes have its
-files, or the only node that is alive has; a node that serves another one claims no tasks. The node that was
-asked loads a version first, and the others find it in the log and take it from there (`following.py`).
-Weights that a trainer sent from its memory have no files: they count with the first node that serves them.
+Nodes that share a log serve one version. A version **counts** as the log's current one when two nodes have
+its files, or when the only node that is alive has them. A node that serves another version claims no tasks.
+The node that was asked loads a version first, and the others find it in the log and take it from there
+(`following.py`). Weights that a trainer sent from its memory have no files: they count with the first node
+that serves them.
 """
 
 import logging
@@ -29,7 +30,7 @@ from polarnode.engine.checkpoints import BadCheckpoint, check_files, fingerprint
 from polarnode.engine.engines import Engines
 from polarnode.engine.host import Loaded
 from polarnode.engine.protocol import LoadDisk
-from polarnode.engine.update import Make, Update
+from polarnode.engine.update import MessageMaker, Update
 from polarnode.engine.weight_values import (
     DiskSource,
     PauseOrder,
@@ -42,23 +43,23 @@ from polarnode.engine.weight_values import (
     source_record,
 )
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import RETRY_S, Log, LogAway, LogWeights, NodeRow
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import LOG_RETRY_S, Log, LogUnavailable, LogWeights, NodeRow
 from polarnode.support.concurrency import open_background
 
 logger = logging.getLogger(__name__)
 
 
-def served_of(row: LogWeights) -> Served:
+def read_served(row: LogWeights) -> Served:
     return evolve(structure(row.body, Served), at=row.at)
 
 
-def plain_of(served: Served) -> dict[str, Json]:
+def served_json(served: Served) -> dict[str, Json]:
     body: dict[str, Json] = plain(served)
     return body
 
 
-def report_of(served: Served, *, created: bool) -> WeightsReport:
+def update_report(served: Served, *, created: bool) -> WeightsReport:
     return WeightsReport(
         version=served.version,
         mode=served.mode,
@@ -72,8 +73,8 @@ def report_of(served: Served, *, created: bool) -> WeightsReport:
 async def report_if_served(
     log: Log, model: str, versions: Sequence[str], order: UpdateOrder, folder: Path | None = None
 ) -> WeightsReport | None:
-    """The report of an order whose weights are served already; None for a new one. Conflict for a version
-    that names other weights.
+    """The report of an order whose weights are served already. None for a new order. Raises Conflict for a
+    version that names other weights.
 
     `versions` were served since the node started. A version that was served last before a restart, and could
     not be loaded afterwards, may be sent again. `folder` has the files that are served, where that is not
@@ -92,7 +93,7 @@ async def report_if_served(
             f"version {order.version!r} is one of adapter {row.adapter!r}: give the base weights one of"
             " their own"
         )
-    recorded, last = served_of(row), (await log.weights(model=model, limit=1))[0]
+    recorded, last = read_served(row), (await log.weights(model=model, limit=1))[0]
     if (isinstance(order.source, DiskSource) and recorded.digest != digest(order)) or recorded.source[
         "kind"
     ] != order.source.kind:
@@ -101,13 +102,17 @@ async def report_if_served(
             " their own"
         )
     if order.version == versions[-1] and recorded.digest == digest(order):
-        if not await _unchanged(recorded, folder):
+        if not await _is_unchanged(recorded, folder):
             raise Conflict(
                 f"version {order.version!r} was served from files that have changed"
                 " since: give these weights a version and a folder of their own"
             )
-        return report_of(recorded, created=False)
-    if order.version in versions or order.version != last.version or not await _unchanged(recorded, folder):
+        return update_report(recorded, created=False)
+    if (
+        order.version in versions
+        or order.version != last.version
+        or not await _is_unchanged(recorded, folder)
+    ):
         raise Conflict(
             f"version {order.version!r} was served before and others are now: give these weights a version of"
             " their own"
@@ -115,8 +120,8 @@ async def report_if_served(
     return None
 
 
-async def _unchanged(recorded: Served, folder: Path | None) -> bool:
-    """Whether the same version still means the same weights; of a trainer's own tensors this is assumed."""
+async def _is_unchanged(recorded: Served, folder: Path | None) -> bool:
+    """Whether the same version still means the same weights. For a trainer's own tensors this is assumed."""
     if recorded.source["kind"] != "disk":
         return True
     seen = await trio.to_thread.run_sync(fingerprint, Path(recorded.source["path"]))
@@ -124,7 +129,7 @@ async def _unchanged(recorded: Served, folder: Path | None) -> bool:
 
 
 def folder_here(served: Served, copies: Path) -> Path | None:
-    """A folder of this machine with the files of a version, unchanged: the one that its trainer named, or a
+    """A folder of this machine with the unchanged files of a version: the one that its trainer named, or a
     copy that this node took from another. Reads the disk.
     """
     if served.source["kind"] != "disk" or not served.files:
@@ -139,12 +144,12 @@ async def last_weights(
     log: Log, model: str, name: str, copies: Path, *, resume: bool
 ) -> tuple[Loaded | None, str | None]:
     """The weights to serve instead of `model`'s own, and a sentence if the last version cannot or must not be
-    served. `name` is the model's in the log; `copies` is the folder of this node's own copies.
+    served. `name` is the model's name in the log, and `copies` is the folder of this node's own copies.
     """
-    row = next((each for each in await log.weights(model=name, limit=HISTORY) if each.counted), None)
+    row = next((each for each in await log.weights(model=name, limit=MAX_HISTORY) if each.counted), None)
     if row is None:
         return None, None
-    last = served_of(row)
+    last = read_served(row)
     folder = await trio.to_thread.run_sync(folder_here, last, copies)
     why = _why_not(last, model, folder, resume=resume, shared=log.shared)
     if why is None:
@@ -162,7 +167,7 @@ async def last_weights(
 def _why_not(last: Served, model: str, folder: Path | None, *, resume: bool, shared: bool) -> str | None:
     if not resume and not shared:
         return "resume_weights is false"
-    if last.model != model and not shared:  # machines of one log may have a model at different paths
+    if last.model != model and not shared:  # machines of one log may have the same model at different paths
         return f"they are of another model, {last.model}"
     if last.source["kind"] != "disk":
         return f"they came as {last.source['kind']} from a trainer, and no disk has them"
@@ -174,33 +179,34 @@ def _why_not(last: Served, model: str, folder: Path | None, *, resume: bool, sha
     return None
 
 
-# seconds for one update, everything included: 70 GB from a network disk take four minutes, on a bad day three
-# times that
-UPDATE_S = 900.0
-# seconds an update of several requests waits for the next: gathering a bucket of 2 GB takes a sharded trainer
-# seconds
+# Seconds for one update, everything included: 70 GB from a network disk take four minutes, and on a bad day
+# three times that.
+UPDATE_TIMEOUT_S = 900.0
+# Seconds that an update of several requests waits for the next one: gathering a bucket of 2 GB takes a
+# sharded trainer seconds.
 IDLE_S = 120.0
 OPEN_S = 30.0  # seconds for the files of a checkpoint to open, a hundred of them on a network disk
-# seconds for a version to be on disk before it is served: a full disk, which is waited out, must not hold
-# generation
+# Seconds for a version to be on disk before it is served. A full disk, which is waited out, must not hold
+# generation.
 WRITTEN_S = 5.0
-CLOSE_S = 30.0  # seconds to roll back what is open when the node ends: its engines end next
-HISTORY = 100  # versions listed: a trainer's last hours
-# versions whose order is kept for the staleness of tokens: no trainer uses samples that are this many updates
-# old
-ORDERED = 512
-# seconds that the other nodes may take beyond twice what this one took: one that must copy the files reads
-# them twice, and a busy one begins late
-SPREAD_S = 60.0
-LOOK_S = 1.0  # between looks at what the others serve, where nobody tells
-# among what a node serves: its engine is external, and takes no weights from here; no adapter has such a name
-EXTERNAL = "@external"
+CLOSE_S = 30.0  # seconds to roll back what is open when the node ends; its engines end next
+MAX_HISTORY = 100  # versions that are listed: those of a trainer's last hours
+# Versions whose order is kept for the staleness of tokens. No trainer uses samples that are this many updates
+# old.
+MAX_ORDERED_VERSIONS = 512
+# Seconds that the other nodes may take beyond twice what this one took: a node that must copy the files reads
+# them twice, and a busy one begins late.
+SPREAD_TIMEOUT_S = 60.0
+LOOK_S = 1.0  # seconds between looks at what the others serve, where no news comes
+# An entry among what a node serves that says: its engine is external, and takes no weights from here. No
+# adapter has such a name.
+EXTERNAL_MARK = "@external"
 
 
 @define(eq=False)
 class _Open:
-    """An update of several requests; `stack` holds `Engines.updating`, `last_seen` is when its trainer last
-    sent something.
+    """An update of several requests. `stack` holds `Engines.updating`, and `last_seen` is when its trainer
+    last sent something.
     """
 
     id: str
@@ -214,9 +220,9 @@ class _Open:
 
 @define(eq=False)
 class Weights:
-    """Made by `open_weights`. `model` is the checkpoint the node was started with, `name` what it is called
-    in the log, `copies` the folder of files that came from other nodes. `incarnation` is the node's, once it
-    has joined the log.
+    """The weights of one node; `open_weights` makes it. `model` is the checkpoint the node was started with,
+    `name` what it is called in the log, and `copies` the folder of files that came from other nodes.
+    `incarnation` is the node's, once it has joined the log.
     """
 
     engines: Engines
@@ -227,38 +233,39 @@ class Weights:
     copies: Path
     warning: str | None = None
     incarnation: int = 0
-    spread_s: float = SPREAD_S
-    # other nodes that do not serve what counts, as of the last look
+    spread_s: float = SPREAD_TIMEOUT_S
+    # Other nodes that do not serve what counts, as of the last look.
     stale: tuple[str, ...] = field(default=(), init=False)
-    # by adapter, the versions that counted or were served here, oldest first; "" is the base
+    # By adapter, the versions that counted or were served here, oldest first; "" is the base.
     _logged: dict[str, tuple[str, ...]] = field(factory=dict, init=False)
-    _started_after: str | None = field(default=None, init=False)  # the last of them when the node started
+    _started_after: str | None = field(default=None, init=False)  # the last of these when the node started
     _told: "tuple[int, dict[str, str]] | None" = field(
         default=None, init=False
     )  # what the log has of `serving`
     _followed: PauseMode | None = field(default=None, init=False)  # how the log said to hold generation
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
-    # a disk that hangs keeps the thread that looks at it: one, and none of those that all share
+    # A disk that hangs keeps the thread that looks at it, so this takes one thread of its own and none of
+    # those that all share.
     _opening: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
     _open: _Open | None = field(default=None, init=False)
     _updating: str | None = field(default=None, init=False)
-    # the last that was committed, for a commit whose answer was lost
+    # The last update that was committed, for a commit whose answer was lost.
     _committed: tuple[str, WeightsReport] | None = field(default=None, init=False)
     _updates: int = field(default=0, init=False)
     _failures: int = field(default=0, init=False)
     _last: float | None = field(default=None, init=False)
     released: set[str] = field(factory=set, init=False)
     unable: set[str] = field(factory=set, init=False)  # adapters of the log that this node cannot serve
-    # the weights' memory was given back and not kept: only an update brings some
+    # The weights' memory was given back and not kept, so that only an update brings weights again.
     discarded: bool = field(default=False, init=False)
 
     # ── an update of one request ──────────────────────────────────────────────
 
     async def update(self, order: UpdateOrder) -> WeightsReport:
-        """Serve new weights from now on. Conflict for a version that was used for others; Refused and
-        EngineError with the old ones served.
+        """Serve new weights from now on. Raises Conflict for a version that was used for other weights.
+        Raises Refused and EngineError with the old weights served.
         """
-        self.engines.insist_own()
+        self.engines.require_own()
         check(order)
         makes = loads(order, hosts=len(self.engines.restarts), ranks=self.engines.ranks)
         async with self._lock:
@@ -267,23 +274,24 @@ class Weights:
             await self.spread(report.version, seconds=self.spread_s + 2 * report.seconds)
         return evolve(report, stale=await self.lacking(report.version))
 
-    async def _updated(self, order: UpdateOrder, makes: list[Make]) -> WeightsReport:
+    async def _updated(self, order: UpdateOrder, makes: list[MessageMaker]) -> WeightsReport:
         again = await report_if_served(
             self.log, self.name, self.engines.versions, order, await self.folder_of(order.version)
         )
         if again is not None:
             await self.settle(again.version, has_files=isinstance(order.source, DiskSource))
             return again
-        self.insist_free()
-        await self._openable(order)
-        with trio.move_on_after(UPDATE_S, shield=True):
+        self.require_free()
+        await self._check_openable(order)
+        with trio.move_on_after(UPDATE_TIMEOUT_S, shield=True):
             return await self._update(order, makes)
         raise EngineError(
-            f"the weights {order.version!r} were not there after {UPDATE_S:.0f} s, those before are served",
+            f"the weights {order.version!r} were not there after {UPDATE_TIMEOUT_S:.0f} s, those before are"
+            " served",
             retryable=False,
         )
 
-    async def _update(self, order: UpdateOrder, makes: list[Make]) -> WeightsReport:
+    async def _update(self, order: UpdateOrder, makes: list[MessageMaker]) -> WeightsReport:
         began = trio.current_time()
         files = await self._files(order)
         async with self._counted(order.version), self.engines.updating(order.mode) as update:
@@ -303,9 +311,10 @@ class Weights:
     async def open(self, order: UpdateOrder) -> UpdateOpened:
         """Hold generation and take weights in pieces, until `commit` or `give_up`, or IDLE_S of silence.
 
-        An open update to the same version is given up: its trainer did not get an answer and begins again.
+        An open update to the same version is given up, because its trainer did not get an answer and begins
+        again.
         """
-        self.engines.insist_own()
+        self.engines.require_own()
         check(order)
         if isinstance(order.source, DiskSource):
             raise Refused("a checkpoint on a disk is one request: POST /v1/weights", path="$.source.kind")
@@ -316,8 +325,8 @@ class Weights:
             if self._open is not None and self._open.order.version == order.version:
                 with trio.CancelScope(shield=True):
                     await self._close(self._open)
-            self.insist_free()
-            with trio.CancelScope(shield=True):  # bounded by the steps' own bounds
+            self.require_free()
+            with trio.CancelScope(shield=True):  # bounded by the bounds of the steps
                 await self._begin(order)
                 for make in makes:
                     await self._load(make)
@@ -332,7 +341,7 @@ class Weights:
                 uuid4().hex, order, update, stack.pop_all(), began, last_seen=trio.current_time()
             )
 
-    async def add(self, update_id: str, make: Make) -> UpdateOpened:
+    async def add(self, update_id: str, make: MessageMaker) -> UpdateOpened:
         """Load one more bucket. If it cannot be loaded, the update ends and the old weights are served."""
         async with self._lock:
             self.opened(update_id)
@@ -340,18 +349,18 @@ class Weights:
                 await self._load(make)
             return self._opened()
 
-    async def _load(self, make: Make) -> None:
+    async def _load(self, make: MessageMaker) -> None:
         held = self._held()
         try:
             await held.update.load(make)
         except BaseException:
-            with trio.move_on_after(UPDATE_S, shield=True):
+            with trio.move_on_after(UPDATE_TIMEOUT_S, shield=True):
                 await self._close(held)
             raise
         held.buckets, held.last_seen = held.buckets + 1, trio.current_time()
 
     async def commit(self, update_id: str) -> WeightsReport:
-        """Serve the new weights once all buckets have arrived. Repeated, it gives the same answer."""
+        """Serve the new weights once all buckets have arrived. A repeated call gives the same answer."""
         async with self._lock:
             if self._committed is not None and self._committed[0] == update_id:
                 return evolve(self._committed[1], created=False)
@@ -416,7 +425,7 @@ class Weights:
                         await self._close(held)
 
     async def close(self) -> None:
-        """The node ends."""
+        """End an open update, because the node ends."""
         if self._open is not None:
             await self._close(self._open)
 
@@ -440,7 +449,7 @@ class Weights:
             files=files,
         )
         path = order.source.path if isinstance(order.source, DiskSource) else None
-        # what is written is served; bounded by WRITTEN_S and the steps of a commit
+        # What is written is served. This is bounded by WRITTEN_S and the steps of a commit.
         with trio.CancelScope(shield=True):
             await self.write_down(served)
             await self.engines.commit(update, Loaded(version=order.version, path=path, files=files))
@@ -453,21 +462,21 @@ class Weights:
             False,
         )
         logger.info("weights %s are served (%s, %.1f s)", served.version, served.mode, served.seconds)
-        return report_of(served, created=True)
+        return update_report(served, created=True)
 
     async def write_down(self, served: Served) -> None:
-        """Record a version, for at most WRITTEN_S. Raises LogAway where a log that others share lacks it."""
+        """Record a version, for at most WRITTEN_S. Raises LogAway if a log that others share lacks it."""
         add, now = self.log.add_weights, self.journal.now()
-        await self.written(partial(add, served.version, plain_of(served), model=self.name, at=now))
+        await self.written(partial(add, served.version, served_json(served), model=self.name, at=now))
 
     async def written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the log, for at most WRITTEN_S. What a node alone has to write is written when its disk
-        answers again; of what others share they would never hear, so that is LogAway.
+        answers again. The nodes that share a log would never hear of it, so there this raises LogAway.
         """
         with trio.move_on_after(WRITTEN_S) as patience:
             await write()
         if patience.cancelled_caught and self.log.shared:
-            raise LogAway(f"the log did not take a version of the weights within {WRITTEN_S:.0f} s")
+            raise LogUnavailable(f"the log did not take a version of the weights within {WRITTEN_S:.0f} s")
 
     # ── the nodes of the log ──────────────────────────────────────────────────
 
@@ -476,37 +485,37 @@ class Weights:
         log is away this is left to the next look.
         """
         try:
-            await self.log.hold_weights(version, self.incarnation, model=self.name)
-            await self.make_count(version, adapter, has_files=has_files)
+            await self.log.add_weight_holder(version, self.incarnation, model=self.name)
+            await self.count_version(version, adapter, has_files=has_files)
             await self.tell_serving()
             await self.read_order()
-        except LogAway as error:
+        except LogUnavailable as error:
             logger.warning("weights %s are served here and not known to the others: %s", version, error)
 
-    async def make_count(self, version: str, adapter: str = "", *, has_files: bool = True) -> bool:
-        """Make a version the current one, if two nodes have its files, or all that could. What has no files
-        is not lost with its first node more than with its second.
+    async def count_version(self, version: str, adapter: str = "", *, has_files: bool = True) -> bool:
+        """Make a version the current one, if two nodes have its files, or all nodes that could. A version
+        without files needs one node only, because a second one would not make it safer.
         """
         able = [each for each in await self.nodes() if each.serving.get(adapter) != ""]
         holders = min(2, len(able) or 1) if has_files else 1
-        return await self.log.serve_weights(version, model=self.name, holders=holders)
+        return await self.log.make_current(version, model=self.name, holders=holders)
 
     async def nodes(self) -> tuple[NodeRow, ...]:
-        """The nodes of the log that are alive and take the weights of this node's model, in one order. One
-        without an engine serves none, and nobody waits for one whose engine is its owner's.
+        """The nodes of the log that are alive and take the weights of this node's model, in a fixed order. A
+        node without an engine serves none, and nobody waits for a node whose engine is external.
         """
         return tuple(
             each
             for each in await self.log.nodes()
             if each.facts.labels.get("model", "") == self.name
             and "" in each.serving
-            and EXTERNAL not in each.serving
+            and EXTERNAL_MARK not in each.serving
         )
 
     async def lacking(self, version: str, adapter: str = "") -> tuple[str, ...]:
         """The names of the other nodes that do not serve a version, if it is the current one or is to be."""
         row = await self.log.weights_of(version, model=self.name)
-        if row is None or (row.counted and not row.current):  # a later one has come
+        if row is None or (row.counted and not row.current):  # a later version has come
             return ()
         return tuple(
             each.facts.name
@@ -516,9 +525,9 @@ class Weights:
 
     async def spread(self, version: str, adapter: str = "", *, seconds: float) -> None:
         """Wait until a version counts and the other nodes serve it, for so many seconds at most. Raises Busy
-        where it does not count by then.
+        if it does not count by then.
         """
-        counts, away = False, list[LogAway]()
+        counts, away = False, list[LogUnavailable]()
         with trio.move_on_after(seconds):
             while True:
                 seen = self.log.news
@@ -532,7 +541,7 @@ class Weights:
                     }
                     if counts and unable.issuperset(await self.lacking(version, adapter)):
                         return
-                except LogAway as error:
+                except LogUnavailable as error:
                     away = [error]
                 await self.log.wait_news(seen, LOOK_S)
         if not counts:
@@ -542,17 +551,17 @@ class Weights:
             raise Busy(
                 f"version {version!r} does not count: it is served by this node alone, and {others} had no"
                 f" copy of its files in {seconds:.0f} s; see the logs there, and send it again",
-                retry_after=RETRY_S,
+                retry_after=LOG_RETRY_S,
             )
 
     def serving(self) -> dict[str, str]:
-        """What this node serves, by adapter; "" is the base, and an adapter without a version one that it
-        cannot serve.
+        """What this node serves, by adapter. "" is the base, and an adapter without a version is one that the
+        node cannot serve.
         """
         if not self.engines.restarts:
             return {}
         if not self.engines.is_own:
-            return {EXTERNAL: "", "": self.engines.versions[-1]}
+            return {EXTERNAL_MARK: "", "": self.engines.versions[-1]}
         adapters = {each.name: each.version for each in self.engines.adapters.status()}
         return {**dict.fromkeys(self.unable, ""), **adapters, "": self.engines.versions[-1]}
 
@@ -560,14 +569,16 @@ class Weights:
         """Tell the log what this node serves, if it does not know."""
         now = (self.incarnation, self.serving())
         if self._told != now:
-            await self.log.serving(*now)
+            await self.log.report_serving(*now)
             self._told = now
 
     async def read_order(self) -> None:
-        """Read the order of the versions, which the staleness of tokens is counted by."""
+        """Read the order of the versions, by which the staleness of tokens is counted."""
         logged: dict[str, list[str]] = {}
         for adapters in (False, True):
-            for row in reversed(await self.log.weights(model=self.name, adapters=adapters, limit=ORDERED)):
+            for row in reversed(
+                await self.log.weights(model=self.name, adapters=adapters, limit=MAX_ORDERED_VERSIONS)
+            ):
                 if row.counted or row.version in self.engines.versions:
                     logged.setdefault(row.adapter, []).append(row.version)
         self._logged = {name: tuple(versions) for name, versions in logged.items()}
@@ -595,8 +606,9 @@ class Weights:
         return every[min((every.index(each) for each in self.engines.versions if each in every), default=0) :]
 
     def note_start(self) -> None:
-        """What a node alone has in its log now was before what it started with. Where nodes share a log, the
-        model's own weights were before all versions.
+        """Note where this node's own version stands in the order. What a node alone has in its log at its
+        start came before what it started with. Where nodes share a log, the model's own weights came before
+        all versions.
         """
         if not self.log.shared:
             self._started_after = next(reversed(self._logged.get("", ())), None)
@@ -606,18 +618,18 @@ class Weights:
         row = await self.log.weights_of(version, model=self.name)
         if row is None or row.adapter:
             return None
-        return await trio.to_thread.run_sync(folder_here, served_of(row), self.copies)
+        return await trio.to_thread.run_sync(folder_here, read_served(row), self.copies)
 
     async def load(self, served: Served, folder: Path) -> None:
-        """Serve a version that is in the log already, from a folder with its files. Conflict, Refused and
-        EngineError with the weights before served.
+        """Serve a version that is in the log already, from a folder with its files. Raises Conflict, Refused
+        and EngineError with the earlier weights served.
         """
         async with self._lock:
             if self.engines.versions[-1] == served.version:
                 return
-            self.insist_free()
+            self.require_free()
             began = trio.current_time()
-            with trio.move_on_after(UPDATE_S, shield=True):
+            with trio.move_on_after(UPDATE_TIMEOUT_S, shield=True):
                 async with self._counted(served.version), self.engines.updating(served.mode) as update:
                     await update.load(lambda call, _: LoadDisk(call=call, path=str(folder)))
                     await update.check()
@@ -629,10 +641,12 @@ class Weights:
                     self.warning, self.discarded = None, False
                 logger.info("weights %s of the log are served, from %s", served.version, folder)
                 return
-            raise EngineError(f"the weights {served.version!r} were not there after {UPDATE_S:.0f} s")
+            raise EngineError(f"the weights {served.version!r} were not there after {UPDATE_TIMEOUT_S:.0f} s")
 
-    async def _openable(self, order: UpdateOrder) -> None:
-        """Raise Refused where a checkpoint's files do not open: the engine's loop would wait for them."""
+    async def _check_openable(self, order: UpdateOrder) -> None:
+        """Raise Refused if a checkpoint's files do not open, because otherwise the engine's loop would wait
+        for them.
+        """
         if not isinstance(order.source, DiskSource):
             return
         path = "$.source.path"
@@ -665,52 +679,52 @@ class Weights:
             self._updating = None
             self._failures += self._updates == before
 
-    def insist_closed(self) -> None:
+    def require_closed(self) -> None:
         """Raise Conflict while an update of several requests is open."""
         if self._open is not None:
             raise Conflict(
                 f"an update to version {self._open.order.version!r} is open: commit it or give it up first"
             )
 
-    def insist_free(self) -> None:
-        """Raise Conflict while an update is open, or while the memory of the weights is lent; JournalDamaged
-        where the version could not be written down.
+    def require_free(self) -> None:
+        """Raise Conflict while an update is open, or while the memory of the weights is lent. Raise
+        JournalDamaged if the version could not be written down.
         """
-        self.journal.insist_whole()
-        self.insist_closed()
+        self.journal.require_undamaged()
+        self.require_closed()
         if "weights" in self.released:
             raise Conflict(
                 "the memory of the weights is released: take it again first, by POST /v1/engine/memory/resume"
             )
 
     async def pause(self, order: PauseOrder) -> WeightsState:
-        """Hold generation until `resume`; calls that arrive meanwhile wait."""
+        """Hold generation until `resume`. Calls that arrive meanwhile wait."""
         async with self.alone():
-            self.insist_closed()
+            self.require_closed()
             await self.engines.pause(order.mode)
             return self.status()
 
     async def follow_hold(self) -> None:
-        """Hold generation where a trainer holds it on all nodes of the log, and let it go on where it does.
-        Raises Conflict while an update is open.
+        """Hold generation where a trainer holds it on all nodes of the log, and let it go on where the
+        trainer does. Raises Conflict while an update is open.
         """
-        found = await self.log.held(model=self.name, follows=self._followed is not None)
+        found = await self.log.generation_hold(model=self.name, follows=self._followed is not None)
         if found == self._followed:
             return
-        async with self.alone():  # what a request to this node says later comes after this
-            found = await self.log.held(model=self.name, follows=self._followed is not None)
+        async with self.alone():  # a later request to this node comes after this
+            found = await self.log.generation_hold(model=self.name, follows=self._followed is not None)
             held = self.engines.statistics().paused
             if found is not None and held is None:
-                self.insist_closed()
+                self.require_closed()
                 await self.engines.pause(found)
             elif found is None and held is not None and not self.released and not self.discarded:
-                self.insist_closed()
+                self.require_closed()
                 await self.engines.resume()
             self._followed = found
 
     async def resume(self) -> WeightsState:
         async with self.alone():
-            self.insist_closed()
+            self.require_closed()
             if self.released:
                 raise Conflict(
                     f"{', '.join(sorted(self.released))} are released: take that memory again first"
@@ -724,13 +738,13 @@ class Weights:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """While nothing else changes."""
+        """Hold the lock, so that nothing else changes within the block."""
         async with self._lock:
             yield
 
     async def history(self) -> tuple[Served, ...]:
-        """Newest first, HISTORY at most."""
-        return tuple(served_of(row) for row in await self.log.weights(model=self.name, limit=HISTORY))
+        """The served versions, newest first, HISTORY at most."""
+        return tuple(read_served(row) for row in await self.log.weights(model=self.name, limit=MAX_HISTORY))
 
     def status(self) -> WeightsState:
         return WeightsState(
@@ -759,11 +773,11 @@ async def open_weights(
     copies: Path,
     warning: str | None = None,
 ) -> AsyncIterator[Weights]:
-    """The weights of a node, with the watch over updates whose trainer is gone."""
+    """The weights of a node, with a task that watches for updates whose trainer is gone."""
     weights = Weights(
         engines=engines, journal=journal, log=log, model=model, name=name, copies=copies, warning=warning
     )
-    await answered(weights.read_order, meanwhile="the node waits to start")
+    await retry_until_answered(weights.read_order, meanwhile="the node waits to start")
     weights.note_start()
     async with open_background(weights.watch):
         try:

@@ -3,14 +3,14 @@
 Config: `argv` (a program with its arguments) or `script` (text for `sh`); `reward_file` (absolute path, to
 which the test writes a number or `{"reward": number, ...}`; it is removed before the test); `user` (default:
 the runtime's; root in a container without capabilities can write less, not more); `separate` (run the test in
-a clean container without the agent, see `agent_programs`). Without `separate` the agent's files, and what of
-them the test runs, share the test's container.
+a clean container without the agent, see `agent_programs`). Without `separate` the agent's files, and those of
+its programs that the test runs, share the test's container.
 
 `session_completed`: 1 when the session is `completed` and its harness called the model, else 0. A test of the
 workspace says more.
 
-Invariant: a reward file is read only if it was written after `clear`, and no link is followed: the harness
-may have left a file, link, folder or pipe in its place.
+Invariant: a reward file is read only if it was written after `clear`, and no link is followed, because the
+harness may have left a file, link, folder or pipe in its place.
 """
 
 import json
@@ -25,16 +25,16 @@ from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.ports import Ended, Runtime
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import agent_programs, contract
-from polarnode.evaluators.agent_programs import Separate
-from polarnode.evaluators.contract import FROM_INPUT, TAIL, Evaluator, Finished, is_finite, stderr_tail
+from polarnode.evaluators.agent_programs import SeparateConfig
+from polarnode.evaluators.contract import RUN_STDIN_SCRIPT, TAIL, Evaluator, Finished, is_finite, stderr_tail
 
 # ── reward files ───────────────────────────────────────────────────────────────
 
-REWARD_BYTES = 64 * 1024  # a reward file is a number or a small object
+MAX_REWARD_FILE_BYTES = 64 * 1024  # a reward file is a number or a small object
 
-# A folder the agent closed, there or above, is opened by its owner; root in a container without capabilities
-# may delete what is root's and nothing else.
-REMOVE = """
+# If the agent took away the rights to a folder, there or above, the folder's owner gives them back first.
+# Root in a container without capabilities may only delete what belongs to root.
+REMOVE_SCRIPT = """
 opened() { case $1 in ?*/*) opened "${1%/*}";; esac; [ -z "$1" ] || chmod u+rwx -- "$1" 2>/dev/null; }
 for each; do case $each in */*) opened "${each%/*}";; esac; done
 chmod -R u+rwX -- "$@" 2>/dev/null
@@ -48,7 +48,7 @@ async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = No
     for again in (user, "root"):
         if ended.exit_code == 0:
             return
-        ended = await runtime.run(["sh", "-c", REMOVE, "sh", *paths], user=again, workdir="/")
+        ended = await runtime.run(["sh", "-c", REMOVE_SCRIPT, "sh", *paths], user=again, workdir="/")
     if ended.exit_code != 0:
         raise EvaluatorError(
             "what stood there before the test could not be removed, judge in a fresh_runtime:"
@@ -58,10 +58,11 @@ async def clear(runtime: Runtime, paths: Sequence[str], *, user: str | None = No
 
 async def read(runtime: Runtime, path: str) -> bytes | None:
     """The file's bytes; None if there is no regular file."""
-    content = await runtime.read(path, limit=REWARD_BYTES + 1)
-    if content is not None and len(content) > REWARD_BYTES:
+    content = await runtime.read(path, limit=MAX_REWARD_FILE_BYTES + 1)
+    if content is not None and len(content) > MAX_REWARD_FILE_BYTES:
         raise EvaluatorError(
-            f"{path} is larger than {REWARD_BYTES} bytes: a reward is one number, or a small JSON object"
+            f"{path} is larger than {MAX_REWARD_FILE_BYTES} bytes: a reward is one number, or a small JSON"
+            " object"
         )
     return content
 
@@ -102,7 +103,7 @@ class CommandConfig:
     script: str | None = None
     reward_file: str | None = None
     user: str | None = None
-    separate: Separate | None = None
+    separate: SeparateConfig | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> CommandConfig:
@@ -133,24 +134,25 @@ async def _tested(finished: Finished, config: CommandConfig) -> Verdict:
     path = config.reward_file
     if path is not None:
         await clear(finished.runtime, [path], user=config.user)
-    # a script is no argument: programs of the agent could read it there
-    argv = config.argv or ("sh", "-c", FROM_INPUT)
+    # The script is not passed as an argument, because programs of the agent could read it there.
+    argv = config.argv or ("sh", "-c", RUN_STDIN_SCRIPT)
     ended = await finished.runtime.run(argv, user=config.user, stdin=(config.script or "").encode())
-    # what the test started, and what of the agent's it may have woken, changes no reward any more
+    # From here on, programs that the test started, and programs of the agent's that it may have started,
+    # cannot change the reward.
     await finished.runtime.end_processes()
     if path is None:
-        why = contract.insist_run(finished, ended.exit_code, _tail(ended))
+        why = contract.require_test_ran(finished, ended.exit_code, _tail(ended))
         return Verdict(reward=float(ended.exit_code == 0), metrics={**why, **_metrics(ended)})
     content = await read(finished.runtime, path)
     if content is None:
-        contract.insist_run(finished, ended.exit_code, _tail(ended))
+        contract.require_test_ran(finished, ended.exit_code, _tail(ended))
         output = _tail(ended).strip() or "it printed nothing"
         raise EvaluatorError(f"the test ended with exit code {ended.exit_code} and wrote no {path}: {output}")
     value = parsed(content, path)
     more = without(value, "reward") if isinstance(value, dict) else {}
     reward = finite(value.get("reward") if isinstance(value, dict) else value, path, content)
-    # many tests write a 0 first and what they found last
-    why = contract.insist_run(finished, ended.exit_code, _tail(ended)) if reward == 0 else {}
+    # Many tests write a 0 first and their result last.
+    why = contract.require_test_ran(finished, ended.exit_code, _tail(ended)) if reward == 0 else {}
     return Verdict(reward=reward, metrics={**more, **why, **_metrics(ended)})
 
 

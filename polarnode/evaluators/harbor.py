@@ -16,16 +16,16 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import agent_programs, command, contract
-from polarnode.evaluators.agent_programs import Separate
+from polarnode.evaluators.agent_programs import SeparateConfig
 from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script
 
-TEST, OLD_TEST = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
+TEST_SCRIPT, OLD_TEST_SCRIPT = "test.sh", "run-tests.sh"  # Harbor's, and Terminal-Bench's before it
 MODE = 0o755  # of a file given as text alone: any test file may execute another
 
 
 @frozen(kw_only=True)
 class HarborFile:
-    """A file of the tests: text, or base64 for bytes."""
+    """A file of the tests, as text, or as base64 for bytes."""
 
     text: str | None = None
     base64: str | None = None
@@ -44,7 +44,7 @@ class HarborConfig:
     env: Mapping[str, str] = field(factory=dict)
     reward_key: str | None = None
     user: str | None = None
-    separate: Separate | None = None
+    separate: SeparateConfig | None = None
 
 
 def read_config(config: Mapping[str, Json]) -> HarborConfig:
@@ -58,9 +58,9 @@ def read_config(config: Mapping[str, Json]) -> HarborConfig:
     read = contract.read(config, HarborConfig)
     for path, content in read.tests.items():
         _check_file(path, content)
-    if read.test_command is None and not {TEST, OLD_TEST} & read.tests.keys():
+    if read.test_command is None and not {TEST_SCRIPT, OLD_TEST_SCRIPT} & read.tests.keys():
         raise contract.refused(
-            "tests", f"has neither {TEST} nor {OLD_TEST}: give one of them, or a test_command"
+            "tests", f"has neither {TEST_SCRIPT} nor {OLD_TEST_SCRIPT}: give one of them, or a test_command"
         )
     contract.command("test_command", read.test_command)
     contract.absolute("tests_target", read.tests_target)
@@ -106,7 +106,7 @@ def check(config: Mapping[str, Json]) -> None:
 
 
 async def evaluate(finished: Finished) -> Verdict:
-    """Put the tests there, run them, read the reward."""
+    """Put the tests into the container, run them, and read the reward."""
     config = read_config(finished.config)
     return await agent_programs.judged(
         finished, config.separate, config.user, partial(_tested, finished, config)
@@ -115,7 +115,7 @@ async def evaluate(finished: Finished) -> Verdict:
 
 async def _tested(finished: Finished, config: HarborConfig) -> Verdict:
     await _place(finished, config)
-    name = TEST if TEST in config.tests else OLD_TEST
+    name = TEST_SCRIPT if TEST_SCRIPT in config.tests else OLD_TEST_SCRIPT
     ran = await run_script(
         finished.runtime,
         config.test_command or f"bash {config.tests_target.rstrip('/')}/{name}",
@@ -139,21 +139,21 @@ async def _place(finished: Finished, config: HarborConfig) -> None:
     for path, file in config.tests.items():
         mode = MODE if isinstance(file, str) else file.mode
         await runtime.put({f"{target}/{path}": _bytes(path, file)}, user=config.user, mode=mode)
-    # which makes the folder, and the test's user its owner
+    # This makes the folder, with the test's user as its owner.
     await runtime.put({f"{verifier}/.keep": b""}, user=config.user)
 
 
 async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult) -> Verdict:
-    """reward.txt goes first, as in Harbor."""
+    """Read the reward. reward.txt is looked for first, as in Harbor."""
     for name in ("reward.txt", "reward.json"):
         path = f"{config.verifier_dir.rstrip('/')}/{name}"
         content = await command.read(finished.runtime, path)
         if content is not None:
             reward, more = _read(content, path, config)
-            why = contract.insist_run(finished, ran.exit_code, ran.tail) if reward == 0 else {}
+            why = contract.require_test_ran(finished, ran.exit_code, ran.tail) if reward == 0 else {}
             return Verdict(reward=reward, metrics={**more, **why, **ran.metrics})
-    why = contract.insist_run(finished, ran.exit_code, ran.tail)
-    if config.test_command is None and TEST not in config.tests:
+    why = contract.require_test_ran(finished, ran.exit_code, ran.tail)
+    if config.test_command is None and TEST_SCRIPT not in config.tests:
         metrics: dict[str, Json] = {"by": "exit_code", **why, **ran.metrics}
         return Verdict(reward=float(ran.exit_code == 0), metrics=metrics)
     raise EvaluatorError(
@@ -163,8 +163,8 @@ async def _verdict(finished: Finished, config: HarborConfig, ran: ProgramResult)
 
 
 def _read(content: bytes, path: str, config: HarborConfig) -> tuple[float, dict[str, Json]]:
-    """A single number, or one of several: the one called `reward` or named by `reward_key`, otherwise their
-    mean, which the metrics then state.
+    """Return a single number, or one of several: the number called `reward` or named by `reward_key`, else
+    the mean of all numbers, which the metrics then state.
     """
     value = command.parsed(content, path)
     if not isinstance(value, dict):

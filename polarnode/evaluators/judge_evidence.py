@@ -1,8 +1,9 @@
-"""What a judge sees of a session: the transcript, the last answer, files, and the changes to a repository.
+"""The parts of a session that a judge sees: transcript, last answer, files, and changes to a repository.
 
 Evidence is read from what the harness left and is limited in characters. Turns keep their order and numbers,
-and every omission is stated with its size. Invariant: every line that the agent or its programs wrote begins
-with QUOTE and no other line does, so that an answer cannot pose as a tool result or another turn.
+and every omission is stated with its size. Invariant: in the transcript, every line that the agent or its
+programs wrote begins with QUOTE and no other line does, so that an answer cannot pose as a tool result or as
+another turn.
 """
 
 import re
@@ -16,20 +17,20 @@ from polarnode.core.errors import Refused
 from polarnode.core.ports import Runtime
 from polarnode.core.trajectory import Turn
 from polarnode.evaluators.contract import ROOT, Finished, stderr_tail
-from polarnode.evaluators.patches import EXTRACT, TREE
+from polarnode.evaluators.patches import EXTRACT_SCRIPT, TREE
 
 # ── transcript ─────────────────────────────────────────────────────────────────
 
-# share of the limit that the beginning gets; the end gets the rest, because the last turns show most of the
-# work
+# The beginning gets this share of the limit. The end gets the rest, because the last turns show most of the
+# work.
 HEAD = 0.3
-QUOTE = "| "
+QUOTE_MARK = "| "
 SHOWN_ROLES = ("main", "subagent")  # titles, routing and summaries are not the agent's work
 
 
 def clipped(text: str, most: int) -> str:
     """The beginning and end of a text, with the number of omitted characters between them."""
-    head, omitted, tail = _ends_of(text, most)
+    head, omitted, tail = _split_ends(text, most)
     return f"{head}\n{_left_out(omitted)}\n{tail}" if omitted else text
 
 
@@ -37,15 +38,15 @@ def quoted(text: str, most: int) -> str:
     """Like `clipped`, with QUOTE in front of each line. Every character that any reader treats as a line end
     ends a line here.
     """
-    head, omitted, tail = _ends_of(text, most)
+    head, omitted, tail = _split_ends(text, most)
     return "\n".join([*_lines(head), _left_out(omitted), *_lines(tail)] if omitted else _lines(text))
 
 
 def _lines(text: str) -> list[str]:
-    return [f"{QUOTE}{line}" for line in text.splitlines() or [""]]
+    return [f"{QUOTE_MARK}{line}" for line in text.splitlines() or [""]]
 
 
-def _ends_of(text: str, most: int) -> tuple[str, int, str]:
+def _split_ends(text: str, most: int) -> tuple[str, int, str]:
     if len(text) <= most:
         return text, 0, ""
     head = int(most * HEAD)
@@ -58,7 +59,7 @@ def _left_out(count: int) -> str:
 
 def _clipped_lines(text: str, most: int) -> str:
     """Clip a text at whole lines, so that every quoted line keeps its mark."""
-    head, omitted, tail = _ends_of(text, most)
+    head, omitted, tail = _split_ends(text, most)
     if not omitted:
         return text
     kept, _, cut = head.rpartition("\n")
@@ -94,10 +95,10 @@ def transcript(turns: Sequence[TurnText], *, most: int) -> str:
     texts = [turn.text for turn in turns]
     if sum(map(len, texts)) <= most:
         return "\n\n".join(texts)
-    # clipped first, so that the last turn always fits
+    # The texts are clipped first, so that the last turn always fits.
     texts = [_clipped_lines(text, most - int(most * HEAD)) for text in texts]
-    first = _fitting(texts, int(most * HEAD))
-    last = _fitting(texts[first:][::-1], most - sum(map(len, texts[:first])))
+    first = _count_fitting(texts, int(most * HEAD))
+    last = _count_fitting(texts[first:][::-1], most - sum(map(len, texts[:first])))
     omitted = turns[first : len(turns) - last]
     if not omitted:
         return "\n\n".join(texts)
@@ -105,16 +106,16 @@ def transcript(turns: Sequence[TurnText], *, most: int) -> str:
     return "\n\n".join([*texts[:first], between, *texts[len(texts) - last :]])
 
 
-def every_turn(turns: Sequence[TurnText], *, most: int) -> str:
-    """All of these turns, the longest ones clipped until they fit: a judge that scores each turn must see
-    each.
+def render_every_turn(turns: Sequence[TurnText], *, most: int) -> str:
+    """Render all of these turns, and clip the longest ones until they fit, because a judge that scores each
+    turn must see each.
     """
-    cap = _cap([len(turn.text) for turn in turns], most)
+    cap = _clip_length([len(turn.text) for turn in turns], most)
     return "\n\n".join(_clipped_lines(turn.text, cap) for turn in turns)
 
 
-def _cap(lengths: Sequence[int], most: int) -> int:
-    """The length to which longer texts are clipped so that the total is at most `most`."""
+def _clip_length(lengths: Sequence[int], most: int) -> int:
+    """Return the length to which longer texts are clipped so that the total is at most `most`."""
     room = most
     for place, length in enumerate(sorted(lengths)):
         cap = room // (len(lengths) - place)
@@ -124,7 +125,7 @@ def _cap(lengths: Sequence[int], most: int) -> int:
     return max(lengths, default=1)
 
 
-def _fitting(texts: Sequence[str], most: int) -> int:
+def _count_fitting(texts: Sequence[str], most: int) -> int:
     """How many of these texts fit together, counted from the first."""
     length = 0
     for count, text in enumerate(texts):
@@ -184,9 +185,9 @@ def _ends(turn: Turn) -> Iterator[str]:
 # ── evidence ───────────────────────────────────────────────────────────────────
 
 MOST_FILES = 64  # each file is a call into the runtime
-PATCH_BYTES = 2 << 20  # limit of the patch that is read; much less of it is shown
-FILE_KIB = 1024  # limit of an untracked file in the patch; a larger one is not readable text
-COMMIT = re.compile(r"HEAD|[0-9a-f]{40}|[0-9a-f]{64}")
+MAX_PATCH_BYTES = 2 << 20  # limit of the patch that is read; much less of it is shown
+MAX_FILE_KIB = 1024  # limit of an untracked file in the patch; a larger one is not readable text
+COMMIT_PATTERN = re.compile(r"HEAD|[0-9a-f]{40}|[0-9a-f]{64}")
 LARGEST_SHOWN = 4_000_000  # characters, about a million tokens: more than judges read
 
 
@@ -198,10 +199,11 @@ class ShowConfig:
     thinking: bool = False  # include sampled thoughts in the transcript
     answer: bool = True  # the main agent's last text
     files: tuple[str, ...] = ()  # relative to the workdir or absolute
-    # a commit such as HEAD: the changes to the workdir's repository since then are shown, with untracked
-    # files
+    # A commit such as HEAD. The changes to the workdir's repository since then are shown, with untracked
+    # files.
     patch: str | None = None
-    # per message, from its beginning and its end: long outputs have what matters in their last lines
+    # The characters of each message, from its beginning and its end. The last lines of long outputs matter
+    # most.
     message_chars: int = 2_000
     file_bytes: int = 16_384  # per file
     max_chars: int = (
@@ -210,8 +212,8 @@ class ShowConfig:
 
 
 @frozen(kw_only=True)
-class Evidence:
-    """One piece of evidence: `what` it is, in the node's words, and its text, which the agent may have
+class EvidencePart:
+    """One piece of evidence: its `name` in the node's words, and its text, which the agent may have
     written.
     """
 
@@ -233,7 +235,7 @@ def check_show(show: ShowConfig) -> None:
     for name in ("message_chars", "file_bytes", "max_chars"):
         if not 1 <= getattr(show, name) <= LARGEST_SHOWN:
             raise Refused(f"{name} must be 1 to {LARGEST_SHOWN}", path=f"{path}.{name}")
-    if show.patch is not None and not COMMIT.fullmatch(show.patch):
+    if show.patch is not None and not COMMIT_PATTERN.fullmatch(show.patch):
         raise Refused("patch must be HEAD or a commit's id in full", path=f"{path}.patch")
     if not (show.transcript or show.answer or show.files or show.patch):
         raise Refused(
@@ -241,39 +243,41 @@ def check_show(show: ShowConfig) -> None:
         )
 
 
-async def evidence(finished: Finished, show: ShowConfig) -> list[Evidence]:
-    """Everything that is shown, the task first. Short pieces get their room first; the transcript gets
-    the rest.
+async def evidence(finished: Finished, show: ShowConfig) -> list[EvidencePart]:
+    """Collect everything that is shown, the task first. Short pieces get their room first; the transcript
+    gets the rest.
     """
     room = show.max_chars
     found = [
-        Evidence(name="the task the agent was given", text=clipped(finished.instruction, max(1, room // 4)))
+        EvidencePart(
+            name="the task the agent was given", text=clipped(finished.instruction, max(1, room // 4))
+        )
     ]
     room -= len(found[0].text)
-    rest: list[Evidence] = []
-    async for each in _left_behind(finished, show):
+    rest: list[EvidencePart] = []
+    async for each in _left_evidence(finished, show):
         text = clipped(each.text, max(1, room // 2))
         room -= len(text)
-        rest.append(Evidence(name=each.name, text=text))
+        rest.append(EvidencePart(name=each.name, text=text))
     if show.transcript:
         turns = turn_texts(finished.turns, message_most=show.message_chars, thinking=show.thinking)
         text = transcript(turns, most=max(1, room))
         found.append(
-            Evidence(name="what the agent did, turn by turn", text=text or "(it never called its model)")
+            EvidencePart(name="what the agent did, turn by turn", text=text or "(it never called its model)")
         )
     return found + rest
 
 
-async def _left_behind(finished: Finished, show: ShowConfig) -> AsyncIterator[Evidence]:
+async def _left_evidence(finished: Finished, show: ShowConfig) -> AsyncIterator[EvidencePart]:
     for name in show.files:
-        yield Evidence(name=f"the file {name!r}", text=await _file(finished.left, name, show.file_bytes))
+        yield EvidencePart(name=f"the file {name!r}", text=await _file(finished.left, name, show.file_bytes))
     if show.patch is not None:
-        yield Evidence(
+        yield EvidencePart(
             name=f"what changed in the repository since {show.patch}",
-            text=await _changes(finished.left, show.patch),
+            text=await _repository_changes(finished.left, show.patch),
         )
     if show.answer:
-        yield Evidence(name="the agent's last answer", text=last_answer(finished) or "(none)")
+        yield EvidencePart(name="the agent's last answer", text=last_answer(finished) or "(none)")
 
 
 def last_answer(finished: Finished) -> str:
@@ -295,9 +299,9 @@ async def _file(runtime: Runtime, name: str, most: int) -> str:
     )
 
 
-async def _changes(runtime: Runtime, commit: str) -> str:
-    """The diff between the commit and the worktree. If the agent removed the repository, everything counts as
-    changed and the text says so.
+async def _repository_changes(runtime: Runtime, commit: str) -> str:
+    """Return the diff between the commit and the worktree. If the repository or the commit is missing, the
+    text says so instead.
     """
     found = await runtime.run(["sh", "-c", TREE, "sh", runtime.workdir, commit], workdir="/")
     if found.exit_code != 0:
@@ -307,7 +311,8 @@ async def _changes(runtime: Runtime, commit: str) -> str:
         )
     tree = found.stdout.decode("ascii", "replace").strip()
     ended = await runtime.run(
-        ["sh", "-c", EXTRACT, "sh", runtime.workdir, tree, f"{PATCH_BYTES}", f"{FILE_KIB}"], workdir="/"
+        ["sh", "-c", EXTRACT_SCRIPT, "sh", runtime.workdir, tree, f"{MAX_PATCH_BYTES}", f"{MAX_FILE_KIB}"],
+        workdir="/",
     )
     await runtime.end_processes()
     if ended.exit_code != 0:

@@ -1,14 +1,14 @@
-"""The agent's work as a patch: extracted from its container and applied to a clean runtime.
+"""The agent's work as a patch, which is extracted from its container and applied to a clean runtime.
 
-The scripts run in any image with git, sh and the usual tools; they exit with 3 for no repository, 4 for no
-such base, and git's own code otherwise. Only objects are read from the agent's git: a separate repository
-beside the worktree ignores the config, hooks, filters, index and excludes that an agent could have set. The
-base is the clean runtime's worktree, so the patch holds the agent's changes and nothing of the image:
-committed, staged, untracked, deleted and binary files, also in submodules and nested repositories. Patches
-are parsed as bytes: names need not be text.
+The scripts run in any image with git, sh and the usual tools. They exit with 3 if there is no repository,
+with 4 if the base does not exist, and otherwise with git's own code. Only objects are read from the agent's
+git: a separate repository beside the worktree ignores the config, hooks, filters, index and excludes that an
+agent could have set. The base is the clean runtime's worktree, so the patch holds all changes of the agent
+and nothing of the image: committed, staged, untracked, deleted and binary files, also in submodules and
+nested repositories. Patches are parsed as bytes, because file names need not be text.
 
-Invariants: every git setting of the machine, the image or the agent is off. What an agent can break is
-`Unusable` and becomes its reward; a fault of the task or the machine is an EvaluatorError.
+Invariants: every git setting of the machine, the image and the agent is off. What an agent can break gives
+`UnusablePatch`, which means a reward of 0; a fault of the task or the machine is an EvaluatorError.
 """
 
 import re
@@ -29,8 +29,8 @@ NO_REPOSITORY = "{} is no git repository"
 NO_BASE = "the repository at {} does not hold the base {}"
 TOO_LARGE = "more than {} MiB: name what does not belong to it in exclude_patterns"
 
-# A clean environment for git: no GIT_ variable from the image, one config file of ours, no prompt, no lock.
-_CLEAN = """
+# Sets a clean environment for git: no GIT_ variable from the image, one config file of ours, and no prompt.
+_CLEAN_GIT = """
 set -u
 for name in $(env | sed -n 's/^\\(GIT_[A-Za-z0-9_]*\\)=.*/\\1/p'); do unset "$name"; done
 tmp=$(mktemp -d /tmp/polarnode-patch.XXXXXX) || exit 6
@@ -43,7 +43,7 @@ export GIT_CONFIG_GLOBAL="$tmp/.gitconfig" GIT_TERMINAL_PROMPT=0
 } > "$tmp/.gitconfig"
 """
 
-# A separate repository for the agent's worktree. Files are read and written byte for byte, whatever
+# Makes a separate repository for the agent's worktree. Files are read and written byte for byte, whatever
 # .gitattributes says: no line-ending, encoding or filter conversion applies to extraction or application.
 _OWN = """
 GIT_WORK_TREE=$(pwd -P)
@@ -57,7 +57,7 @@ echo '* -text -ident !filter !working-tree-encoding !diff' > "$GIT_DIR/info/attr
 # $1: folder, $2: commit. Prints the commit's tree id, because a repository that the task itself creates has
 # a different commit id in each container.
 TREE = (
-    _CLEAN
+    _CLEAN_GIT
     + """
 cd "$1" || exit 3
 git rev-parse --verify HEAD >/dev/null || exit 3
@@ -67,8 +67,8 @@ git rev-parse --verify --quiet "$2^{tree}" || exit 4
 
 # $1: folder, $2: tree of the base, $3: limit of the patch in bytes, $4: limit of an untracked file in KiB,
 # then pathspecs. stdin: the patch from the base to the start.
-EXTRACT = (
-    _CLEAN
+EXTRACT_SCRIPT = (
+    _CLEAN_GIT
     + """
 cat > "$tmp/start"
 cd "$1" 2>/dev/null || exit 3
@@ -149,11 +149,11 @@ head -c "$((most + 1))" "$tmp/patch"
 """
 )
 
-# $1: folder, then pathspecs that the patch may not touch. stdin: the patch. The last line printed names the
-# program that applied it. The protected paths are compared before and after: the patch comes from the agent's
-# container, so only its effect can be trusted, not its headers.
-APPLY = (
-    _CLEAN
+# $1: folder, then pathspecs that the patch may not touch. stdin: the patch. The last printed line names the
+# program that applied it. The protected paths are compared before and after, because the patch comes from the
+# agent's container: its effect can be trusted, its headers cannot.
+APPLY_SCRIPT = (
+    _CLEAN_GIT
     + """
 cat > "$tmp/patch"
 cd "$1" || exit 3
@@ -190,7 +190,7 @@ echo "$by"
 )
 
 # $1: folder, then paths in it. Prints those that exist and are not folders.
-FOLDERS = """
+NOT_FOLDERS_SCRIPT = """
 cd "$1" || exit 3
 shift
 for path in "$@"; do
@@ -200,7 +200,7 @@ done
 
 # $1: folder, $2: command, $3: limit in bytes. Prints the command's output up to the limit; exits with its
 # code.
-KEPT_OUT = """
+CAPPED_COMMAND_SCRIPT = """
 set -u
 cd "$1" || exit 3
 tmp=$(mktemp -d /tmp/polarnode-patch.XXXXXX) || exit 6
@@ -214,10 +214,10 @@ exit "$code"
 
 # ── parsing ────────────────────────────────────────────────────────────────────
 
-BEGINS = b"diff --git "
+FILE_HEADER = b"diff --git "
 _QUOTED = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-_ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
-_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
+_ESCAPED_BYTE = re.compile(rb"\\([0-7]{3}|.)")
+_ESCAPE_LETTERS = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"v": b"\v"}
 
 
 def sections(patch: bytes) -> Iterator[tuple[str | None, bytes]]:
@@ -227,7 +227,7 @@ def sections(patch: bytes) -> Iterator[tuple[str | None, bytes]]:
     path: str | None = None
     lines: list[bytes] = []
     for line in _lines(patch):
-        if line.startswith(BEGINS):
+        if line.startswith(FILE_HEADER):
             if lines:
                 yield path, b"".join(lines)
             path, lines = _path(line), []
@@ -263,12 +263,12 @@ def _path(line: bytes) -> str:
     """The second name in `diff --git a/x b/x`. Bytes that are not UTF-8 become surrogates, as in Python's
     file names.
     """
-    names = line.rstrip(b"\r\n").removeprefix(BEGINS)
+    names = line.rstrip(b"\r\n").removeprefix(FILE_HEADER)
     quoted = _QUOTED.findall(names)
     if quoted:
-        name = _unquoted(quoted[-1]) if names.endswith(b'"') else names.rpartition(b" ")[2]
+        name = _unquote_name(quoted[-1]) if names.endswith(b'"') else names.rpartition(b" ")[2]
     else:
-        # both names are equal apart from a/ and b/, so the line splits in half even if they contain spaces
+        # Both names are equal apart from a/ and b/, so the line splits in half even if they contain spaces.
         half = names[(len(names) + 1) // 2 :]
         name = (
             half
@@ -278,25 +278,33 @@ def _path(line: bytes) -> str:
     return name.removeprefix(b"b/").decode("utf-8", "surrogateescape")
 
 
-def _unquoted(name: bytes) -> bytes:
+def _unquote_name(name: bytes) -> bytes:
     def plain(found: re.Match[bytes]) -> bytes:
         escaped = found[1]
-        return bytes([int(escaped, 8) & 0xFF]) if len(escaped) == 3 else _LETTERS.get(escaped, escaped)
+        return bytes([int(escaped, 8) & 0xFF]) if len(escaped) == 3 else _ESCAPE_LETTERS.get(escaped, escaped)
 
-    return _ESCAPED.sub(plain, name)
+    return _ESCAPED_BYTE.sub(plain, name)
 
 
 # ── extract and apply ──────────────────────────────────────────────────────────
 
-# the diff of a rewritten repository is a few MB; this is half of the output that a runtime keeps
-PATCH_BYTES = 16 << 20
-# a larger untracked file is not source code but, for example, a core dump or a download
+# The largest patch. The diff of a rewritten repository is a few MB; this is half of the output that a runtime
+# keeps.
+MAX_PATCH_BYTES = 16 << 20
+# A larger untracked file is not source code but, for example, a core dump or a download.
 FILE_BYTES = 8 << 20
 PATCH_SHOWN = 16_000  # characters of a patch kept in metrics; 90 % of accepted patches are shorter
 TIMED_OUT = 124
 
 # Files that a test run leaves. Patterns match whole paths and * matches /, as in Polar.
-LEFTOVERS = ("__pycache__/*", "*/__pycache__/*", "*.pyc", "*.pyo", ".pytest_cache/*", "*/.pytest_cache/*")
+LEFTOVER_PATTERNS = (
+    "__pycache__/*",
+    "*/__pycache__/*",
+    "*.pyc",
+    "*.pyo",
+    ".pytest_cache/*",
+    "*/.pytest_cache/*",
+)
 
 
 @frozen(kw_only=True)
@@ -317,7 +325,7 @@ class Repository:
 
 @frozen(kw_only=True)
 class Patch:
-    """The agent's changes. `notes` list what was left out and why."""
+    """The agent's changes. `notes` lists what was left out and why."""
 
     content: bytes
     notes: tuple[str, ...] = ()
@@ -341,35 +349,35 @@ class Patch:
 
 
 @frozen(kw_only=True)
-class Unusable:
+class UnusablePatch:
     """The agent's container gives no usable patch; the reward is zero and `reason` says why."""
 
     reason: str
 
 
-async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
+async def extract(agent: Runtime, clean: Runtime, of: Repository) -> Patch | UnusablePatch:
     """The difference between the clean runtime's worktree and the agent's, as a patch."""
     if of.command is not None:
-        return await _commanded(agent, of, of.command)
-    base = await _base(clean, of)
+        return await _run_patch_command(agent, of, of.command)
+    base = await _base_tree(clean, of)
     start = await _run(clean, of, base, b"")
-    if start.exit_code != 0 or len(start.stdout) > PATCH_BYTES:
+    if start.exit_code != 0 or len(start.stdout) > MAX_PATCH_BYTES:
         raise EvaluatorError(f"the image's own repository cannot be read: {_failure(start, of, base)}")
     ended = await _run(agent, of, base, start.stdout)
-    if ended.exit_code != 0 or len(ended.stdout) > PATCH_BYTES:
-        return Unusable(reason=f"what the agent left gives no patch: {_failure(ended, of, base)}")
+    if ended.exit_code != 0 or len(ended.stdout) > MAX_PATCH_BYTES:
+        return UnusablePatch(reason=f"what the agent left gives no patch: {_failure(ended, of, base)}")
     return _usable(Patch(content=ended.stdout, notes=_notes(ended)))
 
 
-async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusable:
-    """Apply the patch to the clean runtime's repository, with git first and then patch(1), as Polar does. A
-    patch that changes an excluded path is Unusable.
+async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | UnusablePatch:
+    """Apply the patch to the clean runtime's repository, with git first and then with patch(1), as Polar
+    does. A patch that changes an excluded path is Unusable.
     """
     ended = await clean.run(
-        _argv(APPLY, of, of.folder, *of.exclude), user=of.user, workdir="/", stdin=patch.content
+        _script_argv(APPLY_SCRIPT, of, of.folder, *of.exclude), user=of.user, workdir="/", stdin=patch.content
     )
     if ended.exit_code != 0:
-        return Unusable(
+        return UnusablePatch(
             reason=(
                 f"the patch does not apply to a clean {of.folder}: {stderr_tail(ended.stderr + ended.stdout)}"
             )
@@ -379,24 +387,26 @@ async def apply(clean: Runtime, patch: Patch, of: Repository) -> Patch | Unusabl
     )
 
 
-async def no_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tuple[str, ...]:
-    """The parents of these paths that exist in the repository and are not folders. A link among them would
-    redirect the files written below it.
+async def paths_not_folders(clean: Runtime, of: Repository, paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the parents of these paths that exist in the repository and are not folders. A link among them
+    would redirect the files that are written below it.
     """
     above = sorted({str(parent) for path in paths for parent in PurePosixPath(path).parents} - {"."})
-    ended = await clean.run(_argv(FOLDERS, of, of.folder, *above), user=of.user, workdir="/")
+    ended = await clean.run(
+        _script_argv(NOT_FOLDERS_SCRIPT, of, of.folder, *above), user=of.user, workdir="/"
+    )
     return tuple(ended.stdout.decode("utf-8", "surrogateescape").splitlines())
 
 
-async def moved(agent: Runtime, clean: Runtime, of: Repository) -> Patch | Unusable:
+async def moved(agent: Runtime, clean: Runtime, of: Repository) -> Patch | UnusablePatch:
     """Extract the agent's patch and apply it to the clean runtime."""
     found = await extract(agent, clean, of)
-    return found if isinstance(found, Unusable) else await apply(clean, found, of)
+    return found if isinstance(found, UnusablePatch) else await apply(clean, found, of)
 
 
-async def carried(finished: Finished, of: Repository) -> Patch | Unusable:
-    """The agent's work, moved to the runtime that it is judged in. Of a session whose repository was not
-    kept, the patch of its first evaluation is applied.
+async def carried(finished: Finished, of: Repository) -> Patch | UnusablePatch:
+    """Move the agent's work to the runtime in which it is judged. If the session's repository was not kept,
+    the patch of its first evaluation is applied.
     """
     kept = finished.kept
     if kept is None or (kept.folder and PurePosixPath(of.folder).is_relative_to(kept.folder)):
@@ -406,38 +416,42 @@ async def carried(finished: Finished, of: Repository) -> Patch | Unusable:
             f"{of.folder} of the session was not kept, nor its whole patch: set runtime.keep_workspace, with"
             f" {of.folder} in runtime.workdir"
         )
-    found = _usable(Patch(content=without(kept.patch, (*LEFTOVERS, *of.exclude))))
-    return found if isinstance(found, Unusable) else await apply(finished.runtime, found, of)
+    found = _usable(Patch(content=without(kept.patch, (*LEFTOVER_PATTERNS, *of.exclude))))
+    return found if isinstance(found, UnusablePatch) else await apply(finished.runtime, found, of)
 
 
-async def _commanded(agent: Runtime, of: Repository, command: str) -> Patch | Unusable:
+async def _run_patch_command(agent: Runtime, of: Repository, command: str) -> Patch | UnusablePatch:
     """Run the task's own patch command in the agent's container, with its git, as Polar does."""
     ended = await agent.run(
-        _argv(KEPT_OUT, of, of.folder, command, f"{PATCH_BYTES + 1}"), user=of.user, workdir="/"
+        _script_argv(CAPPED_COMMAND_SCRIPT, of, of.folder, command, f"{MAX_PATCH_BYTES + 1}"),
+        user=of.user,
+        workdir="/",
     )
-    if ended.exit_code in NOT_RUN:  # the root that programs lie in is not the agent's to write
+    if ended.exit_code in NOT_RUN:  # the agent cannot change the root, where programs are
         raise EvaluatorError(
             f"the patch command ended with exit code {ended.exit_code}: {NOT_RUN[ended.exit_code]}"
             f" ({stderr_tail(ended.stderr)})"
         )
     if ended.exit_code != 0:
-        return Unusable(
+        return UnusablePatch(
             reason=f"the patch command ended with exit code {ended.exit_code}: {stderr_tail(ended.stderr)}"
         )
-    if len(ended.stdout) > PATCH_BYTES:
-        return Unusable(reason=f"the patch command gave {TOO_LARGE.format(PATCH_BYTES >> 20)}")
-    return _usable(Patch(content=without(ended.stdout, (*LEFTOVERS, *of.exclude)), notes=_notes(ended)))
+    if len(ended.stdout) > MAX_PATCH_BYTES:
+        return UnusablePatch(reason=f"the patch command gave {TOO_LARGE.format(MAX_PATCH_BYTES >> 20)}")
+    return _usable(
+        Patch(content=without(ended.stdout, (*LEFTOVER_PATTERNS, *of.exclude)), notes=_notes(ended))
+    )
 
 
-def _usable(patch: Patch) -> Patch | Unusable:
+def _usable(patch: Patch) -> Patch | UnusablePatch:
     if patch.content.strip():
         return patch
-    return Unusable(reason="; ".join(["the agent changed nothing", *patch.notes]))
+    return UnusablePatch(reason="; ".join(["the agent changed nothing", *patch.notes]))
 
 
-async def _base(clean: Runtime, of: Repository) -> str:
+async def _base_tree(clean: Runtime, of: Repository) -> str:
     """The id of the base commit's tree in the clean runtime."""
-    ended = await clean.run(_argv(TREE, of, of.folder, of.base or "HEAD"), user=of.user, workdir="/")
+    ended = await clean.run(_script_argv(TREE, of, of.folder, of.base or "HEAD"), user=of.user, workdir="/")
     if ended.exit_code == 4:
         raise EvaluatorError(f"the image and the task do not fit: {NO_BASE.format(of.folder, of.base)}")
     if ended.exit_code != 0:
@@ -449,12 +463,14 @@ async def _base(clean: Runtime, of: Repository) -> str:
 
 
 async def _run(runtime: Runtime, of: Repository, base: str, start: bytes) -> Ended:
-    excluded = [f":(exclude){pattern}" for pattern in (*LEFTOVERS, *of.exclude)]
-    argv = _argv(EXTRACT, of, of.folder, base, f"{PATCH_BYTES}", f"{FILE_BYTES >> 10}", *excluded)
+    excluded = [f":(exclude){pattern}" for pattern in (*LEFTOVER_PATTERNS, *of.exclude)]
+    argv = _script_argv(
+        EXTRACT_SCRIPT, of, of.folder, base, f"{MAX_PATCH_BYTES}", f"{FILE_BYTES >> 10}", *excluded
+    )
     return await runtime.run(argv, user=of.user, workdir="/", stdin=start)
 
 
-def _argv(script: str, of: Repository, *arguments: str) -> Sequence[str]:
+def _script_argv(script: str, of: Repository, *arguments: str) -> Sequence[str]:
     within = (
         'if command -v timeout >/dev/null 2>&1; then exec timeout -k 5 "$0" sh -c "$@"; fi; exec sh -c "$@"'
     )
@@ -462,8 +478,8 @@ def _argv(script: str, of: Repository, *arguments: str) -> Sequence[str]:
 
 
 def _failure(ended: Ended, of: Repository, base: str) -> str:
-    if len(ended.stdout) > PATCH_BYTES:
-        return TOO_LARGE.format(PATCH_BYTES >> 20)
+    if len(ended.stdout) > MAX_PATCH_BYTES:
+        return TOO_LARGE.format(MAX_PATCH_BYTES >> 20)
     match ended.exit_code:
         case 3:
             return NO_REPOSITORY.format(of.folder)

@@ -1,13 +1,14 @@
 """`program_cases`: run the agent's program once per case and compare its outputs in the node.
 
-Each case gives a program its input and names what it must print, write and exit with. The programs run where
+Each case gives a program its input and states what it must print, write and exit with. The programs run where
 the agent's work is, as the runtime's user. No test runs there: the expected values never leave the node, and
-a result is compared here, by plain functions over bounded bytes. So there is nothing in reach of the agent's
-code by which it could change a comparison.
+results are compared here, by plain functions over bounded bytes. So the agent's code reaches nothing by which
+it could change a comparison.
 
-Invariants: the node's clock ends a program, not one in the container; every process of a case is ended before
-its files are read and before the next case; no link, pipe or device is read; what a program prints is data,
-compared as UTF-8, and never a pattern or code. What a program does is a failed case and no error.
+Invariants: the node's clock, and no clock in the container, ends a program; every process of a case is ended
+before its files are read and before the next case; no link, pipe or device is read; what a program prints is
+data, which is compared as UTF-8 and is never a pattern or code. Whatever a program does wrong fails its case
+and raises no error.
 """
 
 import re
@@ -23,27 +24,28 @@ from polarnode.core.errors import ContentFault, PolarnodeError, SpoiltRuntime
 from polarnode.core.ports import LOST, NOT_RUN, Ended, TimedProgram
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import contract
-from polarnode.evaluators.command import REMOVE
+from polarnode.evaluators.command import REMOVE_SCRIPT
 from polarnode.evaluators.contract import NAME, NAMES, Evaluator, Finished, is_finite
 
 # ── config ────────────────────────────────────────────────────────────────────
 
-MOST_CASES = 1000  # each takes about 0.1 s, and post_s is 300
-# bytes compared of each stream and file of a case: what is expected of it stands in the task
+MAX_CASES = 1000  # each takes about 0.1 s, and post_s is 300
+# The most bytes of each stream and file of a case that are compared. The expected content is part of the
+# task.
 OUTPUT_BYTES = 1 << 20
-PATTERN_BYTES = 64 << 10  # of an output that a pattern is compared with, and below the time it may take
-PATTERN_S = 0.1  # a pattern that backtracks holds the node's loop for so long at most
+MAX_PATTERN_BYTES = 64 << 10  # the most characters of an output that a pattern is compared with
+MAX_PATTERN_S = 0.1  # a pattern that backtracks holds the node's event loop for at most this long
 TAIL = 300  # characters of a failed case's output kept in the metrics; there are up to 50 of them
 
 
 @frozen(kw_only=True)
-class Expected:
-    """What an output must be: exactly one of the first five.
+class ExpectedOutput:
+    """What an output must be, by exactly one of the first five fields.
 
-    `text`: equal without blanks at the ends of lines and empty lines at the end. `exact`: equal, byte for
-    byte. `numbers`: these numbers between blanks and nothing else, and `json`: this value, both within
-    `tolerance`, relative to an expected number above 1. `pattern`: a regular expression that matches all of
-    it.
+    `text`: equal when blanks at the ends of lines and empty lines at the end are ignored. `exact`: equal byte
+    for byte. `numbers`: these numbers, separated by blanks, and nothing else. `json`: this JSON value.
+    Numbers of both may differ by `tolerance`, which is relative to an expected number above 1. `pattern`: a
+    regular expression that matches the whole output.
     """
 
     text: str | None = None
@@ -54,12 +56,12 @@ class Expected:
     tolerance: float = 1e-9
 
 
-Wanted = str | Expected  # a string is Expected(text=...)
+Wanted = str | ExpectedOutput  # a string is Expected(text=...)
 
 
 @frozen(kw_only=True)
 class Case:
-    """One run of a program, and what it must come to. `exit_code` None accepts every code."""
+    """One run of a program, and its expected results. `exit_code` None accepts every code."""
 
     name: str | None = None
     argv: tuple[str, ...] = ()
@@ -91,8 +93,8 @@ class ProgramCasesConfig:
 def read_config(config: Mapping[str, Json]) -> ProgramCasesConfig:
     """The config, or a refusal naming the field."""
     read = contract.read(config, ProgramCasesConfig)
-    if not 0 < len(read.cases) <= MOST_CASES:
-        raise contract.refused("cases", f"must have 1 to {MOST_CASES} cases")
+    if not 0 < len(read.cases) <= MAX_CASES:
+        raise contract.refused("cases", f"must have 1 to {MAX_CASES} cases")
     if read.score not in ("all", "fraction"):
         raise contract.refused("score", f'is {read.score!r:.40}: it is "all" or "fraction"')
     contract.seconds("timeout", read.timeout)
@@ -118,11 +120,11 @@ def _check_case(at: str, case: Case) -> None:
             )
     wanted: tuple[Wanted | None, ...] = (case.stdout, case.stderr, *case.outputs.values())
     for each in wanted:
-        if isinstance(each, Expected):
+        if isinstance(each, ExpectedOutput):
             _check_expected(at, each)
 
 
-def _check_expected(at: str, expected: Expected) -> None:
+def _check_expected(at: str, expected: ExpectedOutput) -> None:
     kinds = (expected.text, expected.exact, expected.numbers, expected.json, expected.pattern)
     if sum(kind is not None for kind in kinds) != 1:
         raise contract.refused(
@@ -144,12 +146,12 @@ def check(config: Mapping[str, Json]) -> None:
 
 # ── comparison ────────────────────────────────────────────────────────────────
 
-BLANKS = " \t\r\n\f\v"  # ASCII's: other blanks of Unicode are content
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+BLANK_CHARS = " \t\r\n\f\v"  # ASCII's: other blanks of Unicode are content
+_NUMBER_PATTERN = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def difference(output: bytes, expected: Wanted) -> str | None:
-    """Why an output is not the expected one; None if it is. It says nothing of the expected value."""
+    """Why an output is not the expected one; None if it is. The reason does not reveal the expected value."""
     try:
         text = output.decode()
     except UnicodeDecodeError:
@@ -179,17 +181,21 @@ def _text_difference(text: str, expected: str) -> str | None:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip(BLANKS) for line in text.rstrip(BLANKS).split("\n")]
+    return [line.rstrip(BLANK_CHARS) for line in text.rstrip(BLANK_CHARS).split("\n")]
 
 
 def _numbers_difference(text: str, expected: Sequence[float], tolerance: float) -> str | None:
-    # no more pieces than needed: the output may be a MiB of digits
-    pieces = re.split(f"[{BLANKS}]+", text.strip(BLANKS), maxsplit=len(expected))
+    # The text is split into no more pieces than needed, because the output may be a MiB of digits.
+    pieces = re.split(f"[{BLANK_CHARS}]+", text.strip(BLANK_CHARS), maxsplit=len(expected))
     found = pieces if pieces != [""] else []
     if len(found) != len(expected):
         return f"it does not have {'fewer' if len(found) > len(expected) else 'more'} numbers"
     for place, (piece, wanted) in enumerate(zip(found, expected, strict=True)):
-        if len(piece) > NAME or not _NUMBER.fullmatch(piece) or not _close(float(piece), wanted, tolerance):
+        if (
+            len(piece) > NAME
+            or not _NUMBER_PATTERN.fullmatch(piece)
+            or not _close(float(piece), wanted, tolerance)
+        ):
             return f"number {place + 1} differs"
     return None
 
@@ -199,12 +205,12 @@ def _close(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _pattern_difference(text: str, pattern: str) -> str | None:
-    if len(text) > PATTERN_BYTES:
-        return f"it is longer than the {PATTERN_BYTES >> 10} KiB that a pattern is compared with"
+    if len(text) > MAX_PATTERN_BYTES:
+        return f"it is longer than the {MAX_PATTERN_BYTES >> 10} KiB that a pattern is compared with"
     try:
-        matched = regex.fullmatch(pattern, text, timeout=PATTERN_S)
+        matched = regex.fullmatch(pattern, text, timeout=MAX_PATTERN_S)
     except TimeoutError:
-        return f"the pattern did not match it within {PATTERN_S:g} s"
+        return f"the pattern did not match it within {MAX_PATTERN_S:g} s"
     return None if matched else "the pattern does not match it"
 
 
@@ -217,7 +223,7 @@ def _json_difference(output: bytes, expected: Json, tolerance: float) -> str | N
 
 
 def _same(value: object, expected: Json, tolerance: float) -> bool:
-    """Equality of JSON; true is not 1. It descends as deep as the expected value."""
+    """Whether two JSON values are equal; true is not 1. It descends only as deep as the expected value."""
     if isinstance(expected, dict):
         return (
             isinstance(value, dict)
@@ -238,13 +244,13 @@ def _same(value: object, expected: Json, tolerance: float) -> bool:
 
 # ── running ───────────────────────────────────────────────────────────────────
 
-# as the programs' user, like REMOVE: what they cannot remove or write is a failed case
-WRITE = 'rm -rf -- "$1"; folder=$(dirname -- "$1"); mkdir -p -- "$folder" && cat > "$1"'
+# This runs as the programs' user, like REMOVE. If that user cannot remove or write a file, the case fails.
+WRITE_SCRIPT = 'rm -rf -- "$1"; folder=$(dirname -- "$1"); mkdir -p -- "$folder" && cat > "$1"'
 
 
 @frozen(kw_only=True)
 class CaseResult:
-    """The result of a case: why it failed, None if it passed; and how its program ended, if it ran to its
+    """The result of a case: why it failed (None if it passed), and how its program ended, if it ran to its
     end.
     """
 
@@ -253,7 +259,7 @@ class CaseResult:
 
 
 @define(eq=False, kw_only=True)
-class _Run:
+class _CaseRunner:
     """The cases of one session, run one after another. `left_s`: seconds that remain for all of them."""
 
     finished: Finished
@@ -271,22 +277,24 @@ class _Run:
             return ran
         reason = _end_difference(case, ran.ended) or await self._files(case)
         if reason is not None and ran.ended.exit_code in NOT_RUN:
-            await self._insist_program(case.argv[0], ran.ended)
+            await self._require_program(case.argv[0], ran.ended)
         return evolve(ran, reason=reason)
 
-    async def _insist_program(self, name: str, ended: Ended) -> None:
-        """Raise EvaluatorError where a case's program is neither there nor the agent's to make. Asked of the
-        container, because a program of the agent's may end with any exit code.
+    async def _require_program(self, name: str, ended: Ended) -> None:
+        """Raise EvaluatorError if a case's program is missing and it was not the agent's task to make it. The
+        container is asked, because a program of the agent's may end with any exit code.
         """
         found = await self._timed(("sh", "-c", 'command -v -- "$1"', "sh", name), stdin="")
         if found.ended is None or found.ended.exit_code != 0:
             said = f'exec: "{name}": {contract.stderr_tail(ended.stderr or ended.stdout)}'
-            contract.insist_run(self.finished, ended.exit_code, said)
+            contract.require_test_ran(self.finished, ended.exit_code, said)
 
     async def _prepare(self, case: Case) -> str | None:
-        """Remove what an earlier run left at the outputs and write the case's files; why that failed."""
-        scripts = [(("sh", "-c", REMOVE, "sh", *case.outputs), "")] if case.outputs else []
-        scripts += [(("sh", "-c", WRITE, "sh", path), content) for path, content in case.files.items()]
+        """Remove what an earlier run left at the outputs and write the case's files. Return why that
+        failed.
+        """
+        scripts = [(("sh", "-c", REMOVE_SCRIPT, "sh", *case.outputs), "")] if case.outputs else []
+        scripts += [(("sh", "-c", WRITE_SCRIPT, "sh", path), content) for path, content in case.files.items()]
         for argv, stdin in scripts:
             ran = await self._timed(argv, stdin=stdin)
             if ran.ended is None or ran.ended.exit_code != 0:
@@ -314,7 +322,7 @@ class _Run:
         )
         try:
             end = await self.finished.clock.run(self.finished.runtime, program)
-        except (ContentFault, SpoiltRuntime) as error:  # what stands in the way is of the agent's making
+        except (ContentFault, SpoiltRuntime) as error:  # the agent made what prevents the run
             return CaseResult(reason=f"nothing could be run: {error}")
         self.left_s -= end.seconds
         late = f"it ran longer than {within_s:g} s" if end.ended is None else None
@@ -350,9 +358,11 @@ def _bounded_difference(output: bytes, expected: Wanted) -> str | None:
 
 
 async def evaluate(finished: Finished) -> Verdict:
-    """1.0 where every case passed, else 0.0; with the score `fraction`, the passed share of all weights."""
+    """Return 1.0 if every case passed, else 0.0; with the score `fraction`, the passed share of all
+    weights.
+    """
     config = read_config(finished.config)
-    run = _Run(finished=finished, config=config, left_s=config.total_timeout)
+    run = _CaseRunner(finished=finished, config=config, left_s=config.total_timeout)
     return _verdict(config, [await run.result(case) for case in config.cases])
 
 

@@ -1,8 +1,9 @@
 """Find the evaluator of a task: a built-in one by name, the user's own by import path, or a weighted sum.
 
-Built-in evaluators are rows of ALIKE; those that depend on what the node allows are made by a row of MADE.
-In a sum each evaluator judges in turn in the same runtime, after the processes of the one before it have
-ended. If one fails, the whole sum fails with its name: there is no partial reward.
+The built-in evaluators that are the same on every node are in ALIKE; those that depend on what the node
+allows are made by the functions in MADE. In a sum the evaluators judge one after the other in the same
+runtime, each after the processes of the one before have ended. If one fails, the whole sum fails with its
+name: there is no partial reward.
 """
 
 from collections import Counter
@@ -26,7 +27,7 @@ from polarnode.evaluators import (
     test_on_output,
     turn_rewards,
 )
-from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_rewards, finite, summed
+from polarnode.evaluators.contract import AllowedNames, Evaluator, Finished, checked_rewards, finite, summed
 
 # ── weighted sum ───────────────────────────────────────────────────────────────
 
@@ -41,9 +42,9 @@ class WeightedEvaluator:
 
 
 def combined(parts: Sequence[WeightedEvaluator]) -> Evaluator:
-    """The parts as one Evaluator. Refused where they cannot share a runtime.
+    """Combine the parts into one Evaluator. Raises Refused if they cannot share a runtime.
 
-    It is fresh when one of them is, and needs a copy of the workdir when one of them does.
+    It is fresh if one of them is, and needs a copy of the workdir if one of them does.
     """
     names = _names(parts)
     fresh = any(part.evaluator.fresh for part in parts)
@@ -73,8 +74,8 @@ def combined(parts: Sequence[WeightedEvaluator]) -> Evaluator:
 
 
 def _names(parts: Sequence[WeightedEvaluator]) -> tuple[str, ...]:
-    """The names of the parts in metrics and errors: the evaluator's name, with its index where several have
-    that name.
+    """The names of the parts in metrics and errors: the evaluator's name, with the part's index if several
+    parts have that name.
     """
     counted = Counter(part.evaluator.name for part in parts)
     return tuple(
@@ -84,7 +85,9 @@ def _names(parts: Sequence[WeightedEvaluator]) -> tuple[str, ...]:
 
 
 def _check_shared(parts: Sequence[WeightedEvaluator], names: Sequence[str], *, fresh: bool) -> None:
-    """One that builds on a clean workdir finds no clean one where another judges the harness's."""
+    """Refuse parts of which one needs a clean workdir while another one changes it or judges the
+    harness's.
+    """
     clean = [
         name
         for name, part in zip(names, parts, strict=True)
@@ -120,7 +123,7 @@ async def _verdict(name: str, part: WeightedEvaluator, finished: Finished) -> Ve
     except (EvaluatorError, RuntimeFault) as error:
         if str(error).startswith(failed):
             raise
-        # of its own kind: a machine's fault is not an evaluator's
+        # The error keeps its type, because a fault of the machine is not one of the evaluator.
         raise type(error)(f"{failed}: {error}") from error
 
 
@@ -135,7 +138,7 @@ def _checked(verdict: object, finished: Finished) -> Verdict:
 
 
 def _together(verdicts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
-    """The sum, and each part's own numbers by its name."""
+    """Return the sum of the verdicts, with each part's own numbers under its name in the metrics."""
     session, lineages, turns = summed([(weight, verdict) for _, weight, verdict in verdicts])
     metrics: dict[str, Json] = {
         name: {
@@ -150,11 +153,11 @@ def _together(verdicts: Sequence[tuple[str, float, Verdict]]) -> Verdict:
 
 # ── lookup ─────────────────────────────────────────────────────────────────────
 
-MADE: Final[Mapping[str, Callable[[Allowed], Evaluator]]] = {
+MADE: Final[Mapping[str, Callable[[AllowedNames], Evaluator]]] = {
     "llm_judge": judging.evaluator,
     "turn_rewards": turn_rewards.evaluator,
 }
-ALIKE: Final = (
+FIXED_EVALUATORS: Final = (
     command.SESSION_COMPLETED,
     command.EVALUATOR,
     program_cases.EVALUATOR,
@@ -163,7 +166,8 @@ ALIKE: Final = (
     swebench.EVALUATOR,
 )
 EVALUATORS: Final[Mapping[str, Evaluator]] = {
-    evaluator.name: evaluator for evaluator in (*ALIKE, *(make(Allowed()) for make in MADE.values()))
+    evaluator.name: evaluator
+    for evaluator in (*FIXED_EVALUATORS, *(make(AllowedNames()) for make in MADE.values()))
 }
 WHOLE = "$.evaluator"
 
@@ -175,7 +179,7 @@ def find(
 
     `judges` are the names of the node's judges, or None if they are not known.
     """
-    allowed = Allowed(imports=allowed_imports, judges=judges)
+    allowed = AllowedNames(imports=allowed_imports, judges=judges)
     if not spec.parts:
         return _checked_evaluator(spec, allowed, WHOLE)
     found = [
@@ -188,10 +192,8 @@ def find(
     return combined(parts)
 
 
-def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, path: str) -> Evaluator:
-    """One evaluator, found and its config checked; what it refuses is refused at its own place in the
-    task.
-    """
+def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: AllowedNames, path: str) -> Evaluator:
+    """Find one evaluator and check its config. A refusal names the path of this evaluator in the task."""
     evaluator = (
         _named(spec.name, allowed, path)
         if spec.import_path is None
@@ -206,7 +208,7 @@ def _checked_evaluator(spec: EvaluatorSpec | EvaluatorPart, allowed: Allowed, pa
     return evolve(evaluator, fresh=True, copies=False) if evaluator.separates(spec.config) else evaluator
 
 
-def _named(name: str, allowed: Allowed, path: str) -> Evaluator:
+def _named(name: str, allowed: AllowedNames, path: str) -> Evaluator:
     made = MADE.get(name)
     evaluator = EVALUATORS.get(name) if made is None else made(allowed)
     if evaluator is None:

@@ -47,7 +47,7 @@ class SwebenchConfig:
     repo_dir: str = "/testbed"
     patch_command: str | None = None
     exclude_patterns: tuple[str, ...] = ()
-    # git takes seconds, and a minute at a load of twenty times the cores, which is not the agent's fault
+    # git takes seconds, and a minute at a load of twenty times the cores, which is not the agent's fault.
     apply_timeout: float = 300.0
     test_timeout: float = 1800.0  # swebench's default for one instance; budgets.post_s applies too
     user: str | None = None
@@ -66,33 +66,33 @@ def read_config(config: Mapping[str, Json]) -> SwebenchConfig:
 
 
 def text(instance: Mapping[str, Json], name: str, *, default: str | None = None) -> str:
-    """A column that must hold text."""
+    """Read a column that must hold text."""
     value = instance.get(name)
     if isinstance(value, str) and value:
         return value
     if default is not None and value in (None, ""):
         return default
-    raise _column(name, "must be a text" if value not in (None, "") else "is missing from this row")
+    raise _column_refusal(name, "must be a text" if value not in (None, "") else "is missing from this row")
 
 
 def names(instance: Mapping[str, Json], name: str) -> tuple[str, ...]:
-    """A column of test names: a list, or a list as JSON text as in the published datasets."""
+    """Read a column of test names: a list, or a list as JSON text as in the published datasets."""
     value: object = instance.get(name)
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise _column(name, f"is no JSON: {error}") from error
+            raise _column_refusal(name, f"is no JSON: {error}") from error
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)
         or not all(isinstance(each, str) for each in value)
     ):
-        raise _column(name, "must be a list of names of tests")
+        raise _column_refusal(name, "must be a list of names of tests")
     return tuple(value)
 
 
-def _column(name: str, message: str) -> Refused:
+def _column_refusal(name: str, message: str) -> Refused:
     return Refused(f"instance.{name} {message}", path=f"{contract.ROOT}.instance.{name}")
 
 
@@ -100,7 +100,7 @@ def _column(name: str, message: str) -> Refused:
 
 VERSION = "5.0.2"
 INSTALL = f"pip install --no-deps swebench=={VERSION} unidiff"
-PACKAGES: Final = ("swebench", "swebench.harness")  # whose __init__ imports the rest
+PACKAGES: Final = ("swebench", "swebench.harness")  # the __init__ of these imports everything else
 ABSENT: Final = (
     "datasets",
     "dotenv",
@@ -122,7 +122,7 @@ class Package:
 
 
 def load() -> Package:
-    """Import the package's parts, or raise with how to install it."""
+    """Import the package's parts. If that is impossible, raise Refused, which says how to install it."""
     try:
         found = metadata.version("swebench")
     except metadata.PackageNotFoundError:
@@ -161,18 +161,18 @@ def _alone() -> Iterator[None]:
     """Inside this context the packages are imported without their __init__ and the absent modules are stubs.
     On exit sys.modules is restored.
     """
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _concerned(name)}
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_swebench_module(name)}
     try:
         sys.modules.update({name: _package(name) for name in PACKAGES})
-        sys.modules.update({name: _Nothing(name) for name in ABSENT})
+        sys.modules.update({name: _StubModule(name) for name in ABSENT})
         yield
     finally:
-        for name in [name for name in sys.modules if _concerned(name)]:
+        for name in [name for name in sys.modules if _is_swebench_module(name)]:
             del sys.modules[name]
         sys.modules.update(before)
 
 
-def _concerned(name: str) -> bool:
+def _is_swebench_module(name: str) -> bool:
     return name.partition(".")[0] in ("swebench", *ABSENT)
 
 
@@ -186,7 +186,7 @@ def _package(name: str) -> ModuleType:
     return module
 
 
-class _Nothing(ModuleType):
+class _StubModule(ModuleType):
     """A module whose every attribute is a function that does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -201,17 +201,17 @@ def _nothing(*arguments: object, **named: object) -> None:
 
 # ── specs ──────────────────────────────────────────────────────────────────────
 
-# swebench's constant for a script that the runner does not get
-NO_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+# Files with these endings are not passed to the test runner, as in swebench's own constant.
+NOT_TEST_SUFFIXES = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 PYTEST = "parse_log_pytest"
-# require a status for every test; the package's other mode counts a missing one as passed
+# This mode requires a status for every test. The package's other mode counts a missing test as passed.
 BOTH = "pass_and_fail"
 CASES: Final = re.compile(r"\[case ([^\]\s]+)\]")
 
 
 @frozen(kw_only=True)
 class Command:
-    """A repository's test command. With `cases` it takes names of mypy's test cases instead of files."""
+    """A repository's test command. With `cases` the command takes names of mypy's test cases, not files."""
 
     test: str
     before: str = ""
@@ -359,7 +359,7 @@ def _lines(
     tests = (
         command.test
         if config.test_command is not None
-        else f"{command.test} {_chosen(command, test_patch, files)}"
+        else f"{command.test} {_chosen_tests(command, test_patch, files)}"
     )
     return [
         (
@@ -380,12 +380,12 @@ def _script(lines: list[str]) -> str:
     return "\n".join(["#!/bin/bash", "set -uxo pipefail", *lines]) + "\n"
 
 
-def _chosen(command: Command, test_patch: bytes, files: tuple[str, ...]) -> str:
+def _chosen_tests(command: Command, test_patch: bytes, files: tuple[str, ...]) -> str:
     """The tests to run: the files that exist after the test patch, or names of mypy's test cases."""
     if command.cases:
         return shlex.quote(" or ".join(dict.fromkeys(CASES.findall(test_patch.decode("utf-8", "replace")))))
     gone = {path for path, section in patches.sections(test_patch) if b"\ndeleted file mode " in section}
-    return shlex.join(path for path in files if path not in gone and not path.endswith(NO_TESTS))
+    return shlex.join(path for path in files if path not in gone and not path.endswith(NOT_TEST_SUFFIXES))
 
 
 # ── evaluation ────────────────────────────────────────────────────────────────
@@ -402,20 +402,20 @@ def check(config: Mapping[str, Json]) -> None:
 
 
 async def evaluate(finished: Finished) -> Verdict:
-    """1.0 where the instance is resolved, else 0.0."""
+    """Return 1.0 if the instance is resolved, else 0.0."""
     config, package = read_config(finished.config), load()
     spec = read_spec(config, package)
-    of = _repository(config, spec)
+    of = _agent_repository(config, spec)
     moved = await patches.carried(finished, of)
-    if isinstance(moved, patches.Unusable):
-        return _worthless(moved.reason)
-    if instead := await patches.no_folders(finished.runtime, of, spec.test_files):
-        return _worthless(
+    if isinstance(moved, patches.UnusablePatch):
+        return _zero_verdict(moved.reason)
+    if instead := await patches.paths_not_folders(finished.runtime, of, spec.test_files):
+        return _zero_verdict(
             f"something else stands where the instance's tests have a folder: {instead[0][:200]}"
         )
     await finished.prepare()
     await _place_tests(finished.runtime, config, spec)
-    # root's, so that the tested code cannot rewrite it while bash reads it
+    # The script belongs to root, so that the tested code cannot rewrite it while bash reads it.
     await finished.runtime.put({SCRIPT: spec.script.encode()}, user="0", mode=0o755)
     ran = await run_script(
         finished.runtime,
@@ -427,33 +427,33 @@ async def evaluate(finished: Finished) -> Verdict:
     return _verdict(package, spec, ran, moved)
 
 
-def _worthless(reason: str) -> Verdict:
+def _zero_verdict(reason: str) -> Verdict:
     return Verdict(reward=0.0, metrics={"resolved": False, "reason": reason})
 
 
-def _repository(config: SwebenchConfig, spec: Spec) -> patches.Repository:
+def _agent_repository(config: SwebenchConfig, spec: Spec) -> patches.Repository:
     return patches.Repository(
         folder=config.repo_dir,
         base=spec.base_commit,
         user=config.user,
         command=config.patch_command,
-        exclude=(*config.exclude_patterns, *map(_literal, spec.test_files)),
+        exclude=(*config.exclude_patterns, *map(_literal_pattern, spec.test_files)),
         within_s=config.apply_timeout,
     )
 
 
-def _literal(path: str) -> str:
-    """A path as a pattern that matches nothing else."""
+def _literal_pattern(path: str) -> str:
+    """Return a pattern that matches this path and nothing else."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
 
 
 async def _place_tests(runtime: Runtime, config: SwebenchConfig, spec: Spec) -> None:
-    """Put the instance's tests on, where its script does not; the agent's patch names none of their files."""
+    """Apply the instance's test patch, unless its script does that. The agent's patch names no file of it."""
     if spec.test_patch is None:
         return
     of = patches.Repository(folder=config.repo_dir, user=config.user, within_s=config.apply_timeout)
     placed = await patches.apply(runtime, patches.Patch(content=spec.test_patch), of)
-    if isinstance(placed, patches.Unusable):
+    if isinstance(placed, patches.UnusablePatch):
         raise EvaluatorError(f"the instance's tests do not fit its image: {placed.reason}")
 
 
@@ -473,40 +473,42 @@ def _verdict(package: Package, spec: Spec, ran: ProgramResult, patch: patches.Pa
             " script printed or ended them"
         )
         return Verdict(reward=0.0, metrics={**metrics, "reason": reason})
-    report = graded(package, spec, log)
+    report = grade_log(package, spec, log)
     resolved = bool(report["resolved"])
-    if not resolved and (missing := _no_program(report, spec.script, log)):
+    if not resolved and (missing := _missing_program(report, spec.script, log)):
         raise EvaluatorError(f"the instance's tests could not run: {NOT_RUN[127]} ({missing})")
     return Verdict(
         reward=float(resolved), metrics={**metrics, **_report_metrics(report), "resolved": resolved}
     )
 
 
-# What bash says of the instance's script. Other scripts, and what is named by a path, may be of the agent's
-# patch.
-NO_PROGRAM = re.compile(
+# bash's report of a missing program in the instance's script. Reports of other scripts, and of programs that
+# are named by a path, do not count, because those may come from the agent's patch.
+MISSING_PROGRAM = re.compile(
     rf"^{re.escape(SCRIPT)}: line \d+: (?P<name>[^\s/:]+): command not found$", re.MULTILINE
 )
 
 
-def _no_program(report: Mapping[str, Any], script: str, log: str) -> str | None:
-    """The line of a program that the script runs and that was not found, where no test passed."""
+def _missing_program(report: Mapping[str, Any], script: str, log: str) -> str | None:
+    """The log's line about a program that the script runs and that was not found; None if a test passed."""
     status = report.get("tests_status") or {}
     if any(status[kind]["success"] for kind in KINDS if kind in status):
         return None
     run = set(script.split())
-    return next((each[0][:NAME] for each in NO_PROGRAM.finditer(log) if each["name"] in run), None)
+    return next((each[0][:NAME] for each in MISSING_PROGRAM.finditer(log) if each["name"] in run), None)
 
 
 def _log(package: Package, ran: ProgramResult) -> str:
-    """The log; where only its end is kept, with the first mark before that."""
+    """The log of the tests. If only its end was kept, the first mark is put before it."""
     return (
         f"{package.start}\n{ran.output}" if ran.truncated and package.start not in ran.output else ran.output
     )
 
 
-def graded(package: Package, spec: Spec, log: str) -> Mapping[str, Any]:
-    """The package's report on a log. It reads files, so that the log is one in memory."""
+def grade_log(package: Package, spec: Spec, log: str) -> Mapping[str, Any]:
+    """Return the package's report on a log. The package reads a file, so the log is put into one in
+    memory.
+    """
     name = spec.own.instance_id
     prediction = {"instance_id": name, "model_name_or_path": "polarnode", "model_patch": ""}
     with (

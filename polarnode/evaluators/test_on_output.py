@@ -16,7 +16,7 @@ from polarnode.evaluators import contract, patches
 from polarnode.evaluators.contract import Evaluator, Finished, ProgramResult, run_script, shown
 
 STATUSES = ("PASSED", "SKIPPED", "FAILED", "ERROR")  # from better to worse
-_ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
+_TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*m|\r")
 
 
 @frozen(kw_only=True)
@@ -31,8 +31,8 @@ class TestOnOutputConfig:
     base_commit: str | None = None
     patch_command: str | None = None
     exclude_patterns: tuple[str, ...] = ()
-    # git needs seconds; on a machine with twenty times the load of its cores a minute, which is no fault of
-    # the agent
+    # git needs seconds, and a minute on a machine with twenty times the load of its cores, which is not the
+    # agent's fault.
     apply_timeout: float = 300.0
     test_timeout: float = 1200.0  # Polar's and SWE-bench's order of magnitude; budgets.post_s holds as well
     user: str | None = None
@@ -57,7 +57,7 @@ def check(config: Mapping[str, Json]) -> None:
 
 
 def expected(config: TestOnOutputConfig) -> dict[str, str]:
-    """What each test must come to, by its short name."""
+    """The status that each test must have, by its short name."""
     value: object = config.expected_output_json
     if isinstance(value, str):
         try:
@@ -78,11 +78,11 @@ def expected(config: TestOnOutputConfig) -> dict[str, str]:
 
 
 async def evaluate(finished: Finished) -> Verdict:
-    """1.0 where every test came to what was expected of it and no other was seen, else 0.0."""
+    """Return 1.0 if every test has its expected status and no other test was seen, else 0.0."""
     config = read_config(finished.config)
-    of = _repository(config)
+    of = _agent_repository(config)
     moved = await patches.carried(finished, of)
-    if isinstance(moved, patches.Unusable):
+    if isinstance(moved, patches.UnusablePatch):
         return Verdict(reward=0.0, metrics={"resolved": False, "reason": moved.reason})
     await finished.prepare()
     ran = await run_script(
@@ -92,17 +92,17 @@ async def evaluate(finished: Finished) -> Verdict:
         user=config.user,
         workdir=config.repo_dir,
     )
-    why = ran_at_all(finished, ran)
+    why = require_statuses(finished, ran)
     found = _verdict(expected(config), ran, moved)
     return evolve(found, metrics={**found.metrics, **why})
 
 
-def ran_at_all(finished: Finished, ran: ProgramResult) -> dict[str, Json]:
+def require_statuses(finished: Finished, ran: ProgramResult) -> dict[str, Json]:
     """Raise EvaluatorError where no test was seen because a program could not run."""
-    return {} if statuses(ran.output) else contract.insist_run(finished, ran.exit_code, ran.tail)
+    return {} if statuses(ran.output) else contract.require_test_ran(finished, ran.exit_code, ran.tail)
 
 
-def _repository(config: TestOnOutputConfig) -> patches.Repository:
+def _agent_repository(config: TestOnOutputConfig) -> patches.Repository:
     return patches.Repository(
         folder=config.repo_dir,
         base=config.base_commit,
@@ -144,7 +144,7 @@ def _verdict(wanted: Mapping[str, str], ran: ProgramResult, patch: patches.Patch
 
 def statuses(output: str) -> dict[str, str]:
     """The status of each test that a line begins with, by its short name."""
-    pairs = ((_ANSI.sub("", line).strip().split(maxsplit=1)) for line in output.split("\n"))
+    pairs = ((_TERMINAL_CODES.sub("", line).strip().split(maxsplit=1)) for line in output.split("\n"))
     return _worst((short(pair[1]), pair[0]) for pair in pairs if len(pair) == 2 and pair[0] in STATUSES)
 
 

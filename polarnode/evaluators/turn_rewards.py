@@ -1,9 +1,10 @@
 """`turn_rewards`: rewards for each turn or lineage, from rules, a user function, a judge, or their sum.
 
-They are written to the spans of turns (`of = "turn"`) or to the traces of lineages (`of = "lineage"`). The
-session's reward is `weights.outcome` (times 1 or 0, by how it ended) plus `weights.turns` times their
-`total`: the sum, the mean, or none. A rule counts events in the record alone; add one as a row of RULES. A
-setting without effect is refused. Invariant: each item is judged once or counted as not judged.
+The rewards are written to the spans of turns (`of = "turn"`) or to the traces of lineages (`of = "lineage"`).
+The session's reward is `weights.outcome` (times 1 or 0, by how the session ended) plus `weights.turns` times
+the `total` of these rewards: the sum, the mean, or none. A rule only counts events in the record; a new rule
+is a row of RULES. A setting without effect is refused. Invariant: each item is judged once or counted as not
+judged.
 """
 
 import json
@@ -21,12 +22,12 @@ from polarnode.core.plugins import load
 from polarnode.core.ports import Judge, Question
 from polarnode.core.trajectory import Turn, Verdict
 from polarnode.evaluators import command, contract
-from polarnode.evaluators.contract import Allowed, Evaluator, Finished, checked_numbers
+from polarnode.evaluators.contract import AllowedNames, Evaluator, Finished, checked_numbers
 from polarnode.evaluators.judge_evidence import (
     LARGEST_SHOWN,
     TurnText,
     clipped,
-    every_turn,
+    render_every_turn,
     shown_turns,
     transcript,
     turn_texts,
@@ -36,16 +37,16 @@ from polarnode.evaluators.judging import (
     CriterionScore,
     JudgeAnswers,
     JudgeRequest,
+    JudgeScores,
     Rubric,
-    Scores,
     answers,
     check_answer,
     check_judge,
-    fence_of,
-    list_of,
+    list_schema,
+    make_fence,
     question,
+    read_rubric,
     read_scores,
-    rubric_of,
 )
 
 # ── rules ──────────────────────────────────────────────────────────────────────
@@ -59,8 +60,8 @@ def malformed_call(turn: Turn, turns: Turns) -> int:
 
 
 def repeated_call(turn: Turn, turns: Turns) -> int:
-    """Calls, equal in name and arguments, that the turn it extends made too: nothing had changed between them
-    but their result.
+    """Calls that equal, in name and arguments, a call of the turn that this turn extends: between the two,
+    nothing was added but that call's result.
     """
     before = turns.get(turn.parent) if turn.parent is not None else None
     if turn.answer is None or before is None or before.answer is None:
@@ -85,12 +86,12 @@ def empty_answer(turn: Turn, turns: Turns) -> int:
 
 
 def each_turn(turn: Turn, turns: Turns) -> int:
-    """Every turn, once: what one costs."""
+    """Every turn counts once, for a cost of each turn."""
     return 1
 
 
 def _same(call: ToolCall) -> tuple[str, str]:
-    """A call by what it does: the order of its arguments and the spaces between them are nothing."""
+    """A key by which equal calls are recognised: the order of arguments and the spaces do not count."""
     try:
         return call.name, json.dumps(json.loads(call.arguments), sort_keys=True)
     except (ValueError, RecursionError):  # what a model wrote may be of any depth
@@ -103,18 +104,19 @@ RULES: Final[Mapping[str, Callable[[Turn, Turns], int]]] = {
 
 
 def counted(rules: Sequence[str], turns: Sequence[Turn]) -> dict[int, dict[str, int]]:
-    """By turn of the agent's own work, how often each of these rules counts."""
+    """Count how often each of these rules applies, for each turn of the agent's own work."""
     by_index = {each.index: each for each in turns}
     return {each.index: {name: RULES[name](each, by_index) for name in rules} for each in shown_turns(turns)}
 
 
 # ── config ─────────────────────────────────────────────────────────────────────
 
-Whose = Literal["turn", "lineage"]
+RewardOf = Literal["turn", "lineage"]
 Total = Literal["sum", "mean", "none"]
 
-# the most turns a judge scores per session; more would take hours and points to a wrong run budget
-MOST_ITEMS = 256
+# The most turns or lineages that a judge scores in a session. More would take hours and point to a wrong run
+# budget.
+MAX_JUDGED_ITEMS = 256
 
 
 @frozen(kw_only=True)
@@ -135,8 +137,8 @@ class TurnJudgeConfig:
 
 @frozen(kw_only=True)
 class WeightsConfig:
-    """What the session's reward is made of: `outcome` times 1 or 0 by how it ended, `turns` times what its
-    turns came to.
+    """The weights of the session's reward: `outcome` times 1 or 0, by how the session ended, and `turns`
+    times the total of its turns' rewards.
     """
 
     outcome: float = 1.0
@@ -145,12 +147,12 @@ class WeightsConfig:
 
 @frozen(kw_only=True)
 class TurnRewardsConfig:
-    """The shape of `evaluator.config`. What several sources say of a turn is added up."""
+    """The shape of `evaluator.config`. Rewards of a turn from several sources are added up."""
 
     rules: Mapping[str, float] = field(factory=dict)
     rewards: str | None = None  # package.module:attribute of a function from Finished to rewards by number
     judge: TurnJudgeConfig | None = None
-    of: Whose = "turn"
+    of: RewardOf = "turn"
     total: Total = "sum"
     weights: WeightsConfig = field(factory=WeightsConfig)
 
@@ -173,8 +175,8 @@ def read_config(config: Mapping[str, Json]) -> TurnRewardsConfig:
     return read
 
 
-def check_allowed(read: TurnRewardsConfig, allowed: Allowed) -> None:
-    """Refuse what this node does not let a task name, or has not."""
+def check_allowed(read: TurnRewardsConfig, allowed: AllowedNames) -> None:
+    """Refuse names that this node does not allow in a task, or does not have."""
     if read.judge is not None:
         check_judge(read.judge.judge, allowed, f"{contract.ROOT}.judge.judge")
     if read.rewards is not None:
@@ -194,20 +196,24 @@ def _check_number(value: float, name: str) -> None:
 
 
 def _check_turn_judge(judge: TurnJudgeConfig, path: str) -> None:
-    rubric_of(judge.rubric, judge.criteria, path)
+    read_rubric(judge.rubric, judge.criteria, path)
     check_answer(max_tokens=judge.max_tokens, temperature=judge.temperature, path=path)
-    for name, most in (("most", MOST_ITEMS), ("message_chars", LARGEST_SHOWN), ("max_chars", LARGEST_SHOWN)):
+    for name, most in (
+        ("most", MAX_JUDGED_ITEMS),
+        ("message_chars", LARGEST_SHOWN),
+        ("max_chars", LARGEST_SHOWN),
+    ):
         if not 1 <= getattr(judge, name) <= most:
             raise Refused(f"{name} must be 1 to {most}", path=f"{path}.{name}")
 
 
 # ── judge ──────────────────────────────────────────────────────────────────────
 
-# questions written and asked at a time: each takes 0.5 ms of the node's one loop, and a judge takes about as
-# many at once
+# This many questions are written and asked at a time. Each takes 0.5 ms of the node's event loop, and a judge
+# accepts about as many at once.
 BATCH = 16
 REASON = 200  # characters of a reason kept for each turn and criterion: a trajectory has hundreds of them
-TASK_SHARE = 4  # of the evidence at most one in so many characters is the task's instruction
+TASK_SHARE = 4  # at most one in this many characters of the evidence is the task's instruction
 
 
 @frozen(kw_only=True)
@@ -218,7 +224,7 @@ class JudgedRewards:
     metrics: Mapping[str, Json] = field(factory=dict)
 
 
-async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) -> JudgedRewards:
+async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: RewardOf) -> JudgedRewards:
     """Have a judge score the session's turns or lineages. For a session without any, no call is made."""
     turns = turn_texts(finished.turns, message_most=config.message_chars, thinking=config.thinking)
     numbers = (
@@ -226,7 +232,7 @@ async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) 
         if of == "turn"
         else list(dict.fromkeys(turn.lineage for turn in turns))
     )
-    asking = _Asking(
+    asking = _JudgeQuestions(
         instruction=finished.instruction, config=config, of=of, turns=turns, numbers=numbers[: config.most]
     )
     scores, misfits = await _scores(asking, finished.judge(config.judge)) if numbers else ({}, 0)
@@ -245,33 +251,35 @@ async def judge_rewards(finished: Finished, config: TurnJudgeConfig, of: Whose) 
 
 
 @frozen(kw_only=True)
-class _Asking:
+class _JudgeQuestions:
     """The questions about one session. Its turns are rendered once, however many questions show them."""
 
     instruction: str
     config: TurnJudgeConfig
-    of: Whose
+    of: RewardOf
     turns: Sequence[TurnText]
     numbers: Sequence[int]
     rubric: Rubric = field(init=False)
 
     @rubric.default
-    def _rubric(self) -> Rubric:
-        return rubric_of(self.config.rubric, self.config.criteria)
+    def _default_rubric(self) -> Rubric:
+        return read_rubric(self.config.rubric, self.config.criteria)
 
     def evidence(self, turns: Sequence[TurnText], shares: int = 1) -> str:
         """These turns in their share of the room."""
         return transcript(turns, most=max(1, self.config.max_chars // shares))
 
-    def of_lineage(self, number: int) -> list[TurnText]:
+    def lineage_turns(self, number: int) -> list[TurnText]:
         return [turn for turn in self.turns if turn.lineage == number]
 
 
-async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str, CriterionScore]], int]:
+async def _scores(
+    asking: _JudgeQuestions, judge: Judge
+) -> tuple[dict[int, Mapping[str, CriterionScore]], int]:
     rubric = asking.rubric
     if asking.config.ask == "together":
         one: JudgeRequest[dict[int, Mapping[str, CriterionScore]]] = JudgeRequest(
-            question=_of_all(asking), read=lambda value: _read_list(value, asking)
+            question=_of_all(asking), read=lambda value: _read_score_list(value, asking)
         )
         all_of_them = await answers(judge, [one])
         return all_of_them.found[0], all_of_them.misfits
@@ -280,7 +288,9 @@ async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str,
     for start in range(0, len(asking.numbers), BATCH):
         batch = asking.numbers[start : start + BATCH]
         each: list[JudgeRequest[Mapping[str, CriterionScore]]] = [
-            JudgeRequest(question=_of_one(asking, number), read=lambda value: read_scores(rubric, value))
+            JudgeRequest(
+                question=_question_of_one(asking, number), read=lambda value: read_scores(rubric, value)
+            )
             for number in batch
         ]
         answered: JudgeAnswers[Mapping[str, CriterionScore]] = await answers(judge, each)
@@ -292,28 +302,28 @@ async def _scores(asking: _Asking, judge: Judge) -> tuple[dict[int, Mapping[str,
 # ── questions ──────────────────────────────────────────────────────────────────
 
 
-def _of_all(asking: _Asking) -> Question:
+def _of_all(asking: _JudgeQuestions) -> Question:
     of, numbers = asking.of, asking.numbers
     if of == "turn":
         judged_turns = [turn for turn in asking.turns if turn.index in numbers]
         evidence = {
-            "what the agent did, turn by turn": every_turn(judged_turns, most=asking.config.max_chars)
+            "what the agent did, turn by turn": render_every_turn(judged_turns, most=asking.config.max_chars)
         }
     else:
         evidence = {
-            f"lineage {number}": asking.evidence(asking.of_lineage(number), len(numbers))
+            f"lineage {number}": asking.evidence(asking.lineage_turns(number), len(numbers))
             for number in numbers
         }
     closing = f"Score every {of} by itself, each exactly once: {of}s {', '.join(map(str, numbers))}."
-    return _question(asking, evidence, closing, list_of(asking.rubric.schema(), of))
+    return _question(asking, evidence, closing, list_schema(asking.rubric.schema(), of))
 
 
-def _of_one(asking: _Asking, number: int) -> Question:
+def _question_of_one(asking: _JudgeQuestions, number: int) -> Question:
     form = asking.rubric.schema()
     if asking.of == "lineage":
         return _question(
             asking,
-            {f"lineage {number}": asking.evidence(asking.of_lineage(number))},
+            {f"lineage {number}": asking.evidence(asking.lineage_turns(number))},
             f"Score lineage {number}.",
             form,
         )
@@ -331,14 +341,14 @@ def _of_one(asking: _Asking, number: int) -> Question:
 
 
 def _question(
-    asking: _Asking, evidence: Mapping[str, str], closing: str, form: Mapping[str, Json]
+    asking: _JudgeQuestions, evidence: Mapping[str, str], closing: str, form: Mapping[str, Json]
 ) -> Question:
     of, config = asking.of, asking.config
     shown = {
         "the task the agent was given": clipped(asking.instruction, max(1, config.max_chars // TASK_SHARE)),
         **evidence,
     }
-    fence = fence_of(list(shown.values()))
+    fence = make_fence(list(shown.values()))
     what = (
         "turns, each a call of its model with what it was told and what it answered"
         if of == "turn"
@@ -382,7 +392,7 @@ class LineageList:
     lineages: tuple[LineageScores, ...]
 
 
-def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, CriterionScore]]:
+def _read_score_list(value: Json, asking: _JudgeQuestions) -> dict[int, Mapping[str, CriterionScore]]:
     if asking.of == "turn":
         scored = [
             (each.turn, each.criteria) for each in codec.structure(value, TurnList, forbid_extra=True).turns
@@ -398,7 +408,7 @@ def _read_list(value: Json, asking: _Asking) -> dict[int, Mapping[str, Criterion
             f"it scores the {asking.of}s {numbers} and was asked for {list(asking.numbers)}, each once"
         )
     return {
-        number: asking.rubric.read(Scores(criteria=criteria), f"$.{asking.of}s[{place}]")
+        number: asking.rubric.read(JudgeScores(criteria=criteria), f"$.{asking.of}s[{place}]")
         for place, (number, criteria) in enumerate(scored)
     }
 
@@ -409,10 +419,10 @@ __all__ = ["NAME", "TurnRewardsConfig", "evaluator", "read_config"]
 
 NAME = "turn_rewards"
 
-Numbers = dict[int, float]
+RewardsByNumber = dict[int, float]
 
 
-def evaluator(allowed: Allowed) -> Evaluator:
+def evaluator(allowed: AllowedNames) -> Evaluator:
     """The evaluator, for a node that allows these modules and has these judges."""
 
     def check(config: Mapping[str, Json]) -> None:
@@ -424,14 +434,14 @@ def evaluator(allowed: Allowed) -> Evaluator:
     return Evaluator(name=NAME, evaluate=evaluate, check=check, copies=False)
 
 
-async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allowed) -> Verdict:
+async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: AllowedNames) -> Verdict:
     metrics: dict[str, Json] = {}
-    sources: list[Numbers] = []
+    sources: list[RewardsByNumber] = []
     if config.rules:
-        by_rule, metrics["rules"] = _by_rules(finished, config)
+        by_rule, metrics["rules"] = _rule_rewards(finished, config)
         sources.append(by_rule)
     if config.rewards is not None:
-        sources.append(await _by_function(finished, config.rewards, config.of, allowed))
+        sources.append(await _function_rewards(finished, config.rewards, config.of, allowed))
     if config.judge is not None:
         found = await judge_rewards(finished, config.judge, config.of)
         metrics["judged"] = dict(found.metrics)
@@ -439,14 +449,14 @@ async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allow
     scored = sorted({number for source in sources for number in source})
     rewards = {number: sum(source.get(number, 0.0) for source in sources) for number in scored}
     outcome = (await command.evaluate_completed(finished)).reward
-    session = config.weights.outcome * outcome + config.weights.turns * _total(rewards, config.total)
+    session = config.weights.outcome * outcome + config.weights.turns * _total_reward(rewards, config.total)
     metrics |= {
         "outcome": outcome,
         f"{config.of}_rewards": {str(number): reward for number, reward in rewards.items()},
     }
     if config.of == "lineage":
         return Verdict(
-            reward=session, metrics=metrics, lineage_rewards=_of_lineages(rewards, outcome, config)
+            reward=session, metrics=metrics, lineage_rewards=_lineage_rewards(rewards, outcome, config)
         )
     return Verdict(
         reward=session,
@@ -455,15 +465,17 @@ async def _verdict(finished: Finished, config: TurnRewardsConfig, allowed: Allow
     )
 
 
-def _of_lineages(rewards: Numbers, outcome: float, config: TurnRewardsConfig) -> Numbers:
-    """A lineage's traces have its own in the place of the total; what the outcome is worth, they all have."""
+def _lineage_rewards(rewards: RewardsByNumber, outcome: float, config: TurnRewardsConfig) -> RewardsByNumber:
+    """The rewards of lineages: each has its own reward in place of the total, and all have the outcome's
+    part.
+    """
     return {
         number: config.weights.outcome * outcome + config.weights.turns * reward
         for number, reward in rewards.items()
     }
 
 
-def _total(rewards: Numbers, total: Total) -> float:
+def _total_reward(rewards: RewardsByNumber, total: Total) -> float:
     if total == "none" or not rewards:
         return 0.0
     return sum(rewards.values()) / (len(rewards) if total == "mean" else 1)
@@ -472,8 +484,8 @@ def _total(rewards: Numbers, total: Total) -> float:
 # ── rules and functions ────────────────────────────────────────────────────────
 
 
-def _by_rules(finished: Finished, config: TurnRewardsConfig) -> tuple[Numbers, Json]:
-    """What the rules count, times their worth: by turn, or added up by lineage; and how often each
+def _rule_rewards(finished: Finished, config: TurnRewardsConfig) -> tuple[RewardsByNumber, Json]:
+    """The counts of the rules times their worth, by turn or summed by lineage, and how often each rule
     counted.
     """
     found = counted(tuple(config.rules), finished.turns)
@@ -484,15 +496,17 @@ def _by_rules(finished: Finished, config: TurnRewardsConfig) -> tuple[Numbers, J
     }
     if config.of == "turn":
         return by_turn, counts
-    by_lineage: Numbers = {}
+    by_lineage: RewardsByNumber = {}
     for turn in shown_turns(finished.turns):
         by_lineage[turn.lineage] = by_lineage.get(turn.lineage, 0.0) + by_turn[turn.index]
     return by_lineage, counts
 
 
-async def _by_function(finished: Finished, import_path: str, of: Whose, allowed: Allowed) -> Numbers:
-    """The user's own. It may be `async`; one that is not holds up every session while it works, and should be
-    quick.
+async def _function_rewards(
+    finished: Finished, import_path: str, of: RewardOf, allowed: AllowedNames
+) -> RewardsByNumber:
+    """The rewards of the user's own function. It may be `async`; a plain function holds up every session
+    while it works, and should be quick.
     """
     function = load(import_path, allowed=allowed.imports)
     if not callable(function):

@@ -1,4 +1,4 @@
-"""Several nodes on this machine that share a log, as processes that this one keeps."""
+"""Several nodes on this machine that share a log, as child processes that are kept running."""
 
 import logging
 import socket
@@ -11,23 +11,24 @@ from typing import BinaryIO, Final, cast
 import trio
 
 from polarnode.core.errors import ConfigError
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import open_private
 from polarnode.support.locks import take_lock
 
 logger = logging.getLogger(__name__)
 
-NODE: Final = ("-m", "polarnode.cli")
-ORPHAN_S: Final = 5.0  # that a node without work lives on when the process that started it was killed
-RESTART_S: Final = 1.0  # between an end of a node and its next start
-STOP_S: Final = 30.0  # for a node to end its sessions and save them
+NODE_COMMAND: Final = ("-m", "polarnode.cli")
+ORPHAN_S: Final = 5.0  # a node without work ends so long after the process that started it was killed
+RESTART_DELAY_S: Final = 1.0  # between the end of a node and its next start
+STOP_TIMEOUT_S: Final = 30.0  # a node has so long to end its sessions and save them
 
 
 @asynccontextmanager
 async def local_nodes(
     count: int, folder: Path, options: tuple[str, ...], environment: Mapping[str, str], *, prefix: str
 ) -> AsyncIterator[dict[str, str]]:
-    """So many nodes on free ports of loopback, for as long as the block; gives their addresses by name. Each
-    has a folder of its own below `folder`. `environment` holds the log's DSN, which no command line shows.
+    """Run `count` nodes on free ports of loopback, for as long as the block. Yields their addresses by name.
+    Each has a folder of its own below `folder`. `environment` holds the log's DSN, which no command line
+    shows.
     """
     urls: dict[str, str] = {}
     async with AsyncExitStack() as stack:
@@ -45,23 +46,23 @@ async def local_nodes(
             name = f"{prefix}-{number}"
             urls[name] = f"http://127.0.0.1:{port}"
             argv = (
-                *(sys.executable, *NODE, "--port", str(port)),
+                *(sys.executable, *NODE_COMMAND, "--port", str(port)),
                 *("--state-dir", str(folder / name), *options),
             )
             mine = {
                 "POLARNODE_NODE_ID": name,
-                "POLARNODE_NODE_URL": urls[name],  # all of them are here, wherever the log is
+                "POLARNODE_NODE_URL": urls[name],  # all nodes are on this machine, wherever the log is
                 "POLARNODE_LIFELINE": str(lifeline),
                 "POLARNODE_ORPHAN_S": f"{ORPHAN_S:g}",
             }
-            nursery.start_soon(_kept, argv, {**environment, **mine}, folder / f"{name}.log")
+            nursery.start_soon(_keep_node, argv, {**environment, **mine}, folder / f"{name}.log")
         yield urls
 
 
-async def _kept(argv: tuple[str, ...], environment: Mapping[str, str], path: Path) -> None:
+async def _keep_node(argv: tuple[str, ...], environment: Mapping[str, str], path: Path) -> None:
     """Run a node, and run it again when it ends."""
     while True:
-        with _opened(path) as log:
+        with _open_log(path) as log:
             process = await trio.lowlevel.open_process(
                 argv, stdout=log, stderr=log, env=dict(environment), start_new_session=True
             )
@@ -70,10 +71,10 @@ async def _kept(argv: tuple[str, ...], environment: Mapping[str, str], path: Pat
             logger.warning("a node of this machine ended with code %s and is started again", code)
         finally:
             process.terminate()
-            with trio.move_on_after(STOP_S, shield=True):
+            with trio.move_on_after(STOP_TIMEOUT_S, shield=True):
                 await process.wait()
-        await trio.sleep(RESTART_S)
+        await trio.sleep(RESTART_DELAY_S)
 
 
-def _opened(path: Path) -> BinaryIO:
-    return cast(BinaryIO, open(path, "ab", opener=private_opener))
+def _open_log(path: Path) -> BinaryIO:
+    return cast(BinaryIO, open(path, "ab", opener=open_private))

@@ -29,10 +29,10 @@ from polarnode.core.errors import Busy, EngineError, EngineRefusal, Refused
 from polarnode.core.ports import Chunk, Engine, Tokenizer, WithheldChunks
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
-    FREE_REPEATS,
-    Abandon,
-    Bookkeeping,
+    MAX_FREE_REPEATS,
+    BookkeepingCommand,
     Break,
+    ChunkProduced,
     ClientLeft,
     Command,
     CountPrewarm,
@@ -43,26 +43,22 @@ from polarnode.gateway.call_events import (
     EngineFailed,
     Event,
     KeepResponse,
-    Outgoing,
-    Planned,
-    PlanTurns,
-    Produced,
+    OutgoingCommand,
     PromptRendered,
     Quiet,
     RecordTurn,
     Render,
-    Requested,
+    RequestReceived,
     RequestRefused,
     Send,
     SessionEnded,
     StartGeneration,
 )
-from polarnode.gateway.inherited import chunk_of
+from polarnode.gateway.inherited import recorded_chunk
 from polarnode.gateway.live_sessions import Attempt, LiveSession, wait_ended
-from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, Terms
-from polarnode.http.asgi import Responder, wait_disconnected
-from polarnode.http.connections import Departure
-from polarnode.merge.attach import RESUMED, Plan
+from polarnode.gateway.machine import EMPTY_ANSWER, Exchange, ExchangeSettings
+from polarnode.http.asgi import ResponseSender, wait_disconnected
+from polarnode.http.connections import ClientDeparture
 from polarnode.providers.contract import Dialect, ModelCallInfo, Reply, ServedModel
 from polarnode.support.concurrency import ThreadShare
 from polarnode.tokens.families import Family
@@ -86,23 +82,23 @@ class KeepAlivePacing:
 
 
 async def deliver(
-    outgoing: "trio.MemoryReceiveChannel[Outgoing]",
-    to: Responder,
+    outgoing: "trio.MemoryReceiveChannel[OutgoingCommand]",
+    to: ResponseSender,
     *,
     pacing: KeepAlivePacing,
-    on_quiet: Callable[[], list[Outgoing]],
+    on_quiet: Callable[[], list[OutgoingCommand]],
 ) -> None:
     """Send commands until the response ends or the channel closes. `on_quiet` is called when nothing was sent
     for the time in `pacing`; it returns a keep-alive.
     """
     while True:
-        commands: list[Outgoing] = []
+        commands: list[OutgoingCommand] = []
         # One cancel scope serves many chunks, until a silence, because a new one costs 10 us per chunk.
         with trio.CancelScope() as silence:
             while not commands:
                 silence.deadline = trio.current_time() + (pacing.quiet_s if to.opened else pacing.opening_s)
                 try:
-                    commands = _with_more(await outgoing.receive(), outgoing)
+                    commands = _drain_queued(await outgoing.receive(), outgoing)
                 except trio.EndOfChannel:
                     return
                 # After the deadline a send in here would be cancelled, so it waits until the scope has
@@ -116,7 +112,9 @@ async def deliver(
             return
 
 
-def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]") -> list[Outgoing]:
+def _drain_queued(
+    first: OutgoingCommand, outgoing: "trio.MemoryReceiveChannel[OutgoingCommand]"
+) -> list[OutgoingCommand]:
     """The first command and those queued since. Bytes of a stream are joined, so that a busy node makes fewer
     writes. Nothing is sent later than it would be otherwise.
     """
@@ -131,15 +129,15 @@ def _with_more(first: Outgoing, outgoing: "trio.MemoryReceiveChannel[Outgoing]")
     return found
 
 
-async def _sent(commands: list[Outgoing], to: Responder) -> bool:
+async def _sent(commands: list[OutgoingCommand], to: ResponseSender) -> bool:
     """Send these commands. Returns whether one of them ended the response."""
     for command, following in zip_longest(commands, commands[1:]):
-        if await _send_one(command, to, last=isinstance(following, EndStream)):
+        if await _send_command(command, to, last=isinstance(following, EndStream)):
             return True
     return False
 
 
-async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
+async def _send_command(command: OutgoingCommand, to: ResponseSender, *, last: bool) -> bool:
     """Send one command. Returns whether it ended the response. `last`: the end of the stream follows."""
     match command:
         case Send(data, content_type):
@@ -160,7 +158,7 @@ async def _send_one(command: Outgoing, to: Responder, *, last: bool) -> bool:
 
 
 @frozen(kw_only=True)
-class Incoming:
+class IncomingCall:
     """A request that may be answered: its session, its dialect, and its `key`, by which the same request is
     recognised when it is sent again.
     """
@@ -184,12 +182,12 @@ T = TypeVar("T")
 
 # The number of rendering threads. Encoding releases the GIL but rendering does not, so more threads would
 # only slow the event loop.
-RENDERINGS: Final = 2
+RENDER_THREADS: Final = 2
 # New text up to this length is rendered in the event loop. That takes about 2 ms, and a tool's result has
 # half of this length. Changing threads takes 0.1 ms in an idle node, and in a busy one as long as the
 # rendering itself.
-INLINE_CHARS: Final = 8_000
-INLINE_MESSAGES: Final = 100  # A template takes 10 us for each message.
+MAX_INLINE_CHARS: Final = 8_000
+MAX_INLINE_MESSAGES: Final = 100  # A template takes 10 us for each message.
 
 
 @define(eq=False, kw_only=True)
@@ -209,7 +207,9 @@ class Model:
     context_length: int
     now: Callable[[], float]
     pacing: KeepAlivePacing = field(factory=KeepAlivePacing)
-    _renderings: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(RENDERINGS), init=False)
+    _render_limiter: trio.CapacityLimiter = field(
+        factory=lambda: trio.CapacityLimiter(RENDER_THREADS), init=False
+    )
 
     @property
     def served(self) -> ServedModel:
@@ -281,18 +281,18 @@ class Model:
 
     async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
         """Run `render` in one of the session's `threads` and return its result. With None it runs here."""
-        return render() if threads is None else await ThreadShare(threads, self._renderings).run(render)
+        return render() if threads is None else await ThreadShare(threads, self._render_limiter).run(render)
 
 
 def _is_long(messages: Sequence[Message], prefill: str) -> bool:
     return (
-        len(messages) > INLINE_MESSAGES
+        len(messages) > MAX_INLINE_MESSAGES
         or len(prefill)
         + sum(
             len(message.text) + len(message.thinking) + sum(len(call.arguments) for call in message.calls)
             for message in messages
         )
-        > INLINE_CHARS
+        > MAX_INLINE_CHARS
     )
 
 
@@ -300,7 +300,7 @@ def _is_long(messages: Sequence[Message], prefill: str) -> bool:
 
 # The number of chunks queued for a client. Chunks that a slow client has not read wait in the engine's own
 # queue.
-OUTBOX: Final = 16
+MAX_OUTBOX_COMMANDS: Final = 16
 
 
 @define(eq=False)
@@ -308,13 +308,12 @@ class ModelCall:
     """One call. `run` returns when its response is sent or its client has left."""
 
     model: Model
-    incoming: Incoming
-    responder: Responder
+    incoming: IncomingCall
+    responder: ResponseSender
     _exchange: Exchange | None = field(default=None, init=False)
     _attempt: Attempt = field(init=False)
     # This scope is cancelled when the client leaves or the session closes.
     _scope: trio.CancelScope = field(factory=trio.CancelScope, init=False)
-    _planned: Planned | None = field(default=None, init=False)
     # The turn of a fork's parent whose answer this call repeats.
     _given: Turn | None = field(default=None, init=False)
     # An earlier call with the same request, whose client left.
@@ -323,12 +322,12 @@ class ModelCall:
     _finished: bool = field(default=False, init=False)  # whether the last outgoing command is in the outbox
     # These commands are sent after the call has left its session: a whole response, or what the client of a
     # stream that was cut is still told.
-    _last_words: list[Outgoing] = field(factory=list, init=False)
+    _last_words: list[OutgoingCommand] = field(factory=list, init=False)
     # The queue of a streamed response, whose chunks a second task sends. It is None for a whole response,
     # which needs no second task.
-    _outbox: "trio.MemorySendChannel[Outgoing] | None" = field(default=None, init=False)
+    _outbox: "trio.MemorySendChannel[OutgoingCommand] | None" = field(default=None, init=False)
 
-    async def run(self, receive: ASGIReceiveCallable, departure: Departure | None) -> None:
+    async def run(self, receive: ASGIReceiveCallable, departure: ClientDeparture | None) -> None:
         """Answer the request, whose body has been read. `departure` reports when the client leaves; without
         it the call watches `receive` for that.
         """
@@ -358,19 +357,19 @@ class ModelCall:
             await self._drive()
             await _sent(self._last_words, self.responder)
             return
-        outbox, sending = trio.open_memory_channel[Outgoing](OUTBOX)
+        outbox, sending = trio.open_memory_channel[OutgoingCommand](MAX_OUTBOX_COMMANDS)
         self._outbox = outbox
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._drive_stream, outbox)
             await deliver(sending, self.responder, pacing=self.model.pacing, on_quiet=self._keep_alive)
 
-    def _keep_alive(self) -> list[Outgoing]:
+    def _keep_alive(self) -> list[OutgoingCommand]:
         commands = [] if self._exchange is None else self._exchange.receive(Quiet())
         return [command for command in commands if isinstance(command, Send)]
 
     # ── driving the machine ─────────────────────────────────────────────
 
-    async def _drive_stream(self, outbox: "trio.MemorySendChannel[Outgoing]") -> None:
+    async def _drive_stream(self, outbox: "trio.MemorySendChannel[OutgoingCommand]") -> None:
         with outbox:  # Closing the outbox ends the task that sends.
             await self._drive()
             for command in self._last_words:
@@ -391,13 +390,13 @@ class ModelCall:
                 undelivered = kept
                 self._keep_books(KeepResponse(kept))
         self._cut = undelivered if isinstance(undelivered, CutCall) else None
-        charged = self._charged
+        charged = self._is_charged
         messages = self.incoming.request.conversation.messages
         refusal = session.refusal(messages, samples=samples, charged=charged)
-        event: Event | None = Requested(
+        event: Event | None = RequestReceived(
             at=trio.current_time(), wall=wall, refusal=refusal, undelivered=undelivered
         )
-        exchange = self._exchange = Exchange(self._terms(wall))
+        exchange = self._exchange = Exchange(self._exchange_settings(wall))
         with session.call(self._scope, samples=samples if refusal is None else 0, charged=charged):
             try:
                 while event is not None:
@@ -406,14 +405,14 @@ class ModelCall:
                 self._settle(exchange)
 
     @property
-    def _charged(self) -> bool:
+    def _is_charged(self) -> bool:
         """Whether the call's turns count against the budget of turns. A request that is repeated because its
         client left counts as one turn together with the earlier call, so it may go on even when the budget is
         spent.
         """
-        return self._cut is None or self._cut.repeats >= FREE_REPEATS
+        return self._cut is None or self._cut.repeats >= MAX_FREE_REPEATS
 
-    def _terms(self, wall: float) -> Terms:
+    def _exchange_settings(self, wall: float) -> ExchangeSettings:
         incoming, session = self.incoming, self.incoming.session
         # The exchange must not hold `self`: that cycle would keep the whole session until the garbage
         # collector runs, which is rare.
@@ -422,9 +421,13 @@ class ModelCall:
             session.lineages.references,
             incoming.request.conversation.tools,
         )
-        return Terms(
+        return ExchangeSettings(
             session_id=session.session_id,
             dialect=incoming.dialect,
+            request_key=incoming.key,
+            lineages=session.lineages,
+            check_plan=session.check_resumed,
+            extras=session.carrier.carry,
             call=ModelCallInfo(
                 request=incoming.request,
                 id=self.responder.request_id,
@@ -454,20 +457,11 @@ class ModelCall:
                 case EndStream() | Break() | Reply():
                     await self._put(command)
                     self._finished = True
-                case PlanTurns(resume):
-                    event = self._plan(resume)
-                case Render(plan):
-                    event = await self._render(plan)
+                case Render():
+                    event = await self._render_prompt(command)
                 case StartGeneration():
                     generations.append(command)
-                case (
-                    RecordTurn()
-                    | Abandon()
-                    | CountRefusal()
-                    | CountPrewarm()
-                    | CountReplay()
-                    | KeepResponse()
-                ):
+                case RecordTurn() | CountRefusal() | CountPrewarm() | CountReplay() | KeepResponse():
                     self._keep_books(command)
                 case _:
                     assert_never(command)
@@ -476,10 +470,10 @@ class ModelCall:
         elif generations:
             async with trio.open_nursery() as nursery:
                 for generation in generations:
-                    nursery.start_soon(self._generate_beside, exchange, generation, nursery.cancel_scope)
+                    nursery.start_soon(self._generate_parallel, exchange, generation, nursery.cancel_scope)
         return event
 
-    async def _put(self, command: Outgoing) -> None:
+    async def _put(self, command: OutgoingCommand) -> None:
         """Queue a command for the client, without a checkpoint where there is room, because every chunk was
         already awaited.
         """
@@ -491,49 +485,26 @@ class ModelCall:
         except trio.WouldBlock:
             await self._outbox.send(command)
 
-    def _plan(self, cut_turn: int | None) -> Planned | RequestRefused:
-        """Plan one turn per sample. The first resumes the cut turn where that is possible."""
-        session, request = self.incoming.session, self.incoming.request
-        lineages, plan = session.lineages, None
-        try:
-            if cut_turn is not None:
-                plan = lineages.resume(cut_turn, total=len(request.conversation.messages))
-            if plan is None:
-                plan = lineages.plan(request.conversation, request_key=self.incoming.key, hints=request.hints)
-            session.check_resumed(plan, request.conversation)
-            plans = (plan, *lineages.also(plan, request.choices - 1))
-        except Refused as error:
-            if plan is not None:
-                lineages.abandon(plan)
-            return RequestRefused(error=error)
-        self._planned = Planned(
-            plans=plans,
-            resumed_prefix=lineages.resumed_prefix(plan),
-            signature=lineages.references.signature(plan.index),
-            carry=session.carrier.carry(plan.parent),
-        )
-        return self._planned
-
-    async def _render(self, plan: Plan) -> PromptRendered | RequestRefused:
-        session = self.incoming.session
-        history = None if plan.parent is None else session.lineages.history(plan)
+    async def _render_prompt(self, command: Render) -> PromptRendered | RequestRefused:
+        session, plan = self.incoming.session, command.plan
         try:
             rendered = await self.model.prompt(
                 self.incoming.request.conversation,
                 plan.new,
-                history,
+                command.history,
                 threads=session.threads,
-                # A resumed answer has the prefill in its history already.
-                prefill="" if plan.reason == RESUMED else plan.prefill,
+                prefill=command.prefill,
             )
-            session.hold_prompt(self._scope, len(rendered.prompt), context_length=self.model.context_length)
+            session.reserve_prompt(
+                self._scope, len(rendered.prompt), context_length=self.model.context_length
+            )
         except (Refused, Busy) as error:
             return RequestRefused(error=error)
         if session.on_held is not None:
             await session.on_held(plan, self.incoming.request)
         return rendered
 
-    async def _generate_beside(
+    async def _generate_parallel(
         self, exchange: Exchange, generation: StartGeneration, others: trio.CancelScope
     ) -> None:
         """Generate one of several samples. When the whole call is finished, cancel the other samples."""
@@ -544,12 +515,10 @@ class ModelCall:
 
     async def _generate(self, exchange: Exchange, generation: StartGeneration) -> None:
         choice, began = generation.choice, trio.current_time()
-        if self._planned is not None:
-            plan = self._planned.plans[choice]
-            self._given = self.incoming.session.inherited_answer(plan, generation.order)
+        self._given = self.incoming.session.inherited_answer(exchange.plans[choice], generation.order)
         if self._given is not None:
-            recorded = chunk_of(self._given, generation.order)
-            produced = Produced(chunk=recorded, at=began, choice=choice)
+            recorded = recorded_chunk(self._given, generation.order)
+            produced = ChunkProduced(chunk=recorded, at=began, choice=choice)
             await self._carry_out(exchange, exchange.receive(produced))
             return
         try:
@@ -566,14 +535,14 @@ class ModelCall:
     async def _take(self, exchange: Exchange, choice: int, chunks: AsyncIterator[Chunk]) -> None:
         try:
             async for chunk in chunks:
-                produced = Produced(chunk=chunk, at=trio.current_time(), choice=choice)
+                produced = ChunkProduced(chunk=chunk, at=trio.current_time(), choice=choice)
                 await self._carry_out(exchange, exchange.receive(produced))
                 if exchange.ended(choice):
                     return
         except trio.Cancelled:
             withheld = chunks.withheld() if isinstance(chunks, WithheldChunks) else None
             if withheld is not None:  # It has no finish reason, so no command follows.
-                exchange.receive(Produced(chunk=withheld, at=trio.current_time(), choice=choice))
+                exchange.receive(ChunkProduced(chunk=withheld, at=trio.current_time(), choice=choice))
             # This runs before the engine's block exits, because leaving it may wait for the engine.
             self._settle(exchange)
             raise
@@ -588,16 +557,16 @@ class ModelCall:
         for command in exchange.receive(cut):
             if isinstance(command, Send | EndStream | Break | Reply):
                 self._last_words.append(command)
-            elif not isinstance(command, PlanTurns | Render | StartGeneration):
+            elif not isinstance(command, Render | StartGeneration):
                 self._keep_books(command)
 
-    def _keep_books(self, command: Bookkeeping) -> None:
+    def _keep_books(self, command: BookkeepingCommand) -> None:
         """Record the turn, count, or keep the response, as the command says. This never awaits."""
         session, incoming = self.incoming.session, self.incoming
         match command:
             case RecordTurn(turn, resumable, owed):
                 turn = turn if self._given is None else evolve(turn, used=self._given.used)
-                session.commit(turn, charged=self._charged)
+                session.commit(turn, charged=self._is_charged)
                 if resumable:
                     self._attempt.keep(CutCall(turn.index))
                 elif owed:
@@ -612,10 +581,6 @@ class ModelCall:
                 if len(response.answers) == 1:
                     call = response.call(incoming.request, calls_first=session.calls_first)
                     incoming.dialect.remember(call, response.answers[0], session.memory)
-            case Abandon(plan, fault):
-                session.lineages.abandon(plan)
-                if fault is not None:
-                    session.refused(fault)
             case CountRefusal(fault):
                 request = incoming.request
                 session.refused(fault, request.conversation.messages, samples=request.choices)

@@ -8,20 +8,18 @@ handle it.
 from array import array
 from typing import Final
 
-from attrs import field, frozen
+from attrs import frozen
 
-from polarnode.core.arrays import ids
 from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.core.errors import Busy, EngineError, EngineRefusal, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn
 from polarnode.merge.attach import Plan
-from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import STREAM_TYPE, Fault, ModelCallInfo, Reply
 
 # A client that leaves and repeats its request without having got a token costs no turn this many times.
 # Clients ask ten times at most (Claude Code); a client that always left could otherwise ask without end.
-FREE_REPEATS: Final = 16
+MAX_FREE_REPEATS: Final = 16
 
 
 @frozen(kw_only=True)
@@ -63,7 +61,7 @@ class CutCall:
 
 
 @frozen(kw_only=True)
-class Requested:
+class RequestReceived:
     """A request was read. `at` is in monotonic seconds, `wall` in seconds since the epoch.
 
     `refusal` says why the session accepts no new call; None when it accepts one. `undelivered` is what a
@@ -74,21 +72,6 @@ class Requested:
     wall: float
     refusal: Fault | None = None
     undelivered: UndeliveredResponse | CutCall | None = None
-
-
-@frozen(kw_only=True)
-class Planned:
-    """The request has its turns: one plan per sample.
-
-    `resumed_prefix` is the part of this answer that is already sampled, if it resumes a cut turn; the prompt
-    then ends with it. `signature` is the opaque reference of the first turn. `carry` says which token extras
-    its turns keep.
-    """
-
-    plans: tuple[Plan, ...]
-    resumed_prefix: "array[int]" = field(factory=ids)
-    signature: str = ""
-    carry: CallExtras = field(factory=CallExtras)
 
 
 @frozen(kw_only=True)
@@ -107,15 +90,15 @@ class PromptRendered:
 
 @frozen(kw_only=True)
 class RequestRefused:
-    """The request is refused by the lineages or the chat template, because its prompt is too long for the
-    engine, or because its session has no room for the prompt now.
+    """The request is refused by the chat template, because its prompt is too long for the engine, or because
+    its session has no room for the prompt now.
     """
 
     error: Refused | Busy
 
 
 @frozen(kw_only=True)
-class Produced:
+class ChunkProduced:
     """The engine sampled some tokens."""
 
     chunk: Chunk
@@ -152,11 +135,10 @@ class Quiet:
 
 
 Event = (
-    Requested
-    | Planned
+    RequestReceived
     | PromptRendered
     | RequestRefused
-    | Produced
+    | ChunkProduced
     | EngineFailed
     | ClientLeft
     | SessionEnded
@@ -168,26 +150,22 @@ Event = (
 
 
 @frozen
-class PlanTurns:
-    """Plan one turn per sample. `Planned` or `RequestRefused` follows. `resume` is the index of a cut turn to
-    resume, if possible.
-    """
-
-    resume: int | None = None
-
-
-@frozen
 class Render:
-    """Render the plan as ids. `PromptRendered` or `RequestRefused` follows. If several samples share one
-    prompt, only the first is rendered.
+    """Render the plan as ids. `PromptRendered` or `RequestRefused` follows. Several samples share one prompt,
+    and only the plan of the first is rendered.
+
+    `history` are the ids of the turn that the plan extends; None for a root. `prefill` is the text that the
+    answer continues, unless the history has it already.
     """
 
     plan: Plan
+    history: "array[int] | None" = None
+    prefill: str = ""
 
 
 @frozen
 class StartGeneration:
-    """Generate with the engine. `Produced`, `EngineFailed` or `RequestRefused` follow, until
+    """Generate with the engine. `ChunkProduced`, `EngineFailed` or `RequestRefused` follow, until
     `Exchange.ended(choice)`. Several in one list are sampled concurrently.
     """
 
@@ -208,18 +186,8 @@ class RecordTurn:
 
 
 @frozen
-class Abandon:
-    """Drop the plan: it gets no turn. `fault` is the refusal to count. It is None when the client left, or
-    when the fault is counted for another plan of the same request.
-    """
-
-    plan: Plan
-    fault: Fault | None
-
-
-@frozen
 class CountRefusal:
-    """Count a request that is refused before it has a plan."""
+    """Count a refused request."""
 
     fault: Fault
 
@@ -271,6 +239,6 @@ class Break:
 
 
 # A Reply is a whole response. It only ever comes before the first Send.
-Outgoing = Send | EndStream | Break | Reply
-Bookkeeping = RecordTurn | Abandon | CountRefusal | CountPrewarm | CountReplay | KeepResponse
-Command = PlanTurns | Render | StartGeneration | Bookkeeping | Outgoing
+OutgoingCommand = Send | EndStream | Break | Reply
+BookkeepingCommand = RecordTurn | CountRefusal | CountPrewarm | CountReplay | KeepResponse
+Command = Render | StartGeneration | BookkeepingCommand | OutgoingCommand

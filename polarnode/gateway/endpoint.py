@@ -32,20 +32,20 @@ from hypercorn.typing import ASGIFramework, ASGIReceiveCallable, ASGISendCallabl
 from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest
 from polarnode.core.errors import ContextTooLong, Refused
-from polarnode.gateway.call import Incoming, Model, ModelCall
-from polarnode.gateway.known_histories import KNOWN_BYTES, BodyDigest
+from polarnode.gateway.call import IncomingCall, Model, ModelCall
+from polarnode.gateway.known_histories import MAX_KNOWN_BYTES, BodyDigest
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.gateway.machine import SESSION_OVER, held_request
+from polarnode.gateway.machine import SESSION_OVER_FAULT, enforceable_request
 from polarnode.gateway.recordings import Recordings, ResponseCopy
 from polarnode.gateway.request_key import request_key
 from polarnode.http.asgi import (
-    BODY_S,
+    MAX_BODY_S,
     Body,
     BodyBudget,
     BrowserGuard,
     ClientDisconnected,
-    Overloaded,
-    Responder,
+    OverBudget,
+    ResponseSender,
     TooLarge,
     TooSlow,
     announced_length,
@@ -53,14 +53,14 @@ from polarnode.http.asgi import (
     drained,
     header_map,
     read_body,
-    respond_of,
+    response_writer_of,
     writes_of,
 )
-from polarnode.http.places import KEY_CONNECTIONS, place_of
-from polarnode.merge.attach import regrouped
-from polarnode.providers.contract import JSON_TYPE, Envelope, Fault, Reply
+from polarnode.http.places import MAX_KEY_CONNECTIONS, slot_of
+from polarnode.merge.attach import join_answer_calls
+from polarnode.providers.contract import JSON_TYPE, Fault, Reply, RequestEnvelope
 from polarnode.providers.dialect import Route, missed, not_found_dialect, route, session_keys
-from polarnode.support.bounded import give_back_memory, remember
+from polarnode.support.bounded import remember, trim_memory
 from polarnode.support.concurrency import ThreadShare
 
 # ── what one request may cost ───────────────────────────────────────────────────────────────────────
@@ -69,36 +69,38 @@ from polarnode.support.concurrency import ThreadShare
 # deep indentation 8. A text that has more consists of long runs of one character.
 CHARS_PER_TOKEN: Final = 16
 # The usual length of a token in characters or bytes, for the estimate of the size in a refusal.
-TYPICAL_TOKEN: Final = 4
+TYPICAL_TOKEN_CHARS: Final = 4
 # Room for images in tool results, which this node replaces by a sentence: three images of 5 MB, the largest
 # that Anthropic's API accepts.
-IMAGES_BYTES: Final = 16 << 20
+MAX_IMAGES_BYTES: Final = 16 << 20
 BODY_BYTES: Final = 64 << 20  # the limit for a context of any length
 # The limit on JSON's marks (quotes, commas, opening brackets), inside texts or between values. Parsing a body
 # with this many blocks the event loop for 0.1 s; a message has about seven.
 MARKS: Final = 1_000_000
-MARKS_PER_TOKEN: Final = 2  # The limit per token of a longer context. Minified JSON has one and a half.
+MAX_MARKS_PER_TOKEN: Final = 2  # The limit per token of a longer context. Minified JSON has one and a half.
 _MARKS: Final = (b'"', b",", b"{", b"[")
 # Limits on a schema, regular expression or grammar. xgrammar compiles a list of 8,000 words in 40 ms, but
 # needs cubic time for optional members: 600 take 0.3 s, 1,200 take 2.7 s.
-CONSTRAINT_CHARS: Final = 64_000
-CONSTRAINT_MEMBERS: Final = 500
+MAX_CONSTRAINT_CHARS: Final = 64_000
+MAX_CONSTRAINT_MEMBERS: Final = 500
 # The limit on repetitions and optional parts of a regular expression, or of one rule of a grammar. They too
 # are compiled in cubic time: 200 take 5 s for a vocabulary of 150,000 tokens, and an external engine may
 # compile them in its own event loop. The pattern of an email address has ten.
-CONSTRAINT_REPEATS: Final = 200
-CONSTRAINT_NESTING: Final = 200  # The limit on nested brackets, which compilers follow by recursion.
+MAX_CONSTRAINT_REPEATS: Final = 200
+MAX_CONSTRAINT_NESTING: Final = 200  # The limit on nested brackets, which compilers follow by recursion.
 # These patterns match the escapes and character classes of a regular expression, and the quoted text and
 # comments of EBNF. A part that is not closed ends with the text, so that each character is read once.
-_LITERAL: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
-_QUOTED: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|' + _LITERAL.pattern + r"|#[^\n]*", re.DOTALL)
+_LITERAL_PATTERN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
+_QUOTED: Final = re.compile(
+    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|' + _LITERAL_PATTERN.pattern + r"|#[^\n]*", re.DOTALL
+)
 # After an opening bracket, `?` only names the kind of group.
-_REPEAT: Final = re.compile(r"(?<!\()[*+?]|\{\d")
+_REPEAT_PATTERN: Final = re.compile(r"(?<!\()[*+?]|\{\d")
 # The bodies that may be read at once for one session and for all sessions together, counted in the size of
 # the longest body. A body takes of the node's share only after its first bytes, so a request of the usual
 # size is never refused because of another session.
-SESSION_BODIES: Final = 2
-NODE_BODIES: Final = 8
+MAX_SESSION_BODIES: Final = 2
+MAX_NODE_BODIES: Final = 8
 
 
 @frozen
@@ -112,12 +114,12 @@ class RequestLimits:
     def __attrs_post_init__(self) -> None:
         chars = CHARS_PER_TOKEN * self.context_length
         object.__setattr__(self, "chars", chars)
-        object.__setattr__(self, "body_bytes", min(BODY_BYTES, chars + IMAGES_BYTES))
+        object.__setattr__(self, "body_bytes", min(BODY_BYTES, chars + MAX_IMAGES_BYTES))
 
     def check_body(self, body: bytes) -> None:
         """Raise ContextTooLong for a body with more parts than a parser may be given."""
-        most = max(MARKS, MARKS_PER_TOKEN * self.context_length)
-        if len(body) > most and marks_of(body) > most:
+        most = max(MARKS, MAX_MARKS_PER_TOKEN * self.context_length)
+        if len(body) > most and count_marks(body) > most:
             raise self.too_long(len(body))
 
     def check_conversation(self, conversation: Conversation, *, body_bytes: int) -> None:
@@ -126,7 +128,7 @@ class RequestLimits:
         """
         if body_bytes <= self.chars:  # A message takes at least 16 bytes, a character at least one.
             return
-        chars = sum(map(_chars, conversation.messages))
+        chars = sum(map(_count_chars, conversation.messages))
         for tool in conversation.tools:
             chars += len(tool.name) + len(tool.description) + len(orjson.dumps(tool.parameters))
         if chars > self.chars or len(conversation.messages) > self.context_length:
@@ -134,11 +136,11 @@ class RequestLimits:
 
     def too_long(self, size: int) -> ContextTooLong:
         """The refusal of `size` characters or bytes. Its number of tokens is an estimate."""
-        tokens = max(size // TYPICAL_TOKEN, self.context_length + 1)
+        tokens = max(size // TYPICAL_TOKEN_CHARS, self.context_length + 1)
         return ContextTooLong(prompt_tokens=tokens, limit=self.context_length)
 
 
-def marks_of(body: bytes) -> int:
+def count_marks(body: bytes) -> int:
     """Count the marks of JSON in a body, at the speed of C."""
     return sum(map(body.count, _MARKS))
 
@@ -152,11 +154,13 @@ def check_constraint(constraint: Constraint) -> None:
 
 def _constraint_faults(constraint: Constraint) -> Iterator[str]:
     text = constraint.text
-    if len(text) > CONSTRAINT_CHARS:
-        yield f"what the answer must match has {len(text)} characters: send at most {CONSTRAINT_CHARS}"
+    if len(text) > MAX_CONSTRAINT_CHARS:
+        yield f"what the answer must match has {len(text)} characters: send at most {MAX_CONSTRAINT_CHARS}"
     match constraint.kind:
         case "regex":
-            yield from _repetition_faults(_LITERAL.sub("x", text), "the regular expression of the answer")
+            yield from _repetition_faults(
+                _LITERAL_PATTERN.sub("x", text), "the regular expression of the answer"
+            )
         case "ebnf":
             for rule in _QUOTED.sub("x", text).split("::="):
                 yield from _repetition_faults(rule, "a rule of the answer's grammar")
@@ -174,56 +178,56 @@ def _schema_faults(schema: Json) -> Iterator[str]:
             waiting += value
         if not isinstance(value, dict):
             continue
-        if len(value) > CONSTRAINT_MEMBERS:
+        if len(value) > MAX_CONSTRAINT_MEMBERS:
             yield (
                 f"the JSON schema of the answer has an object of {len(value)} members: give each at most"
-                f" {CONSTRAINT_MEMBERS}"
+                f" {MAX_CONSTRAINT_MEMBERS}"
             )
         of_names = value.get("patternProperties")
         for pattern in (value.get("pattern"), *(of_names if isinstance(of_names, dict) else ())):
             if isinstance(pattern, str):
                 yield from _repetition_faults(
-                    _LITERAL.sub("x", pattern), "a pattern of the answer's JSON schema"
+                    _LITERAL_PATTERN.sub("x", pattern), "a pattern of the answer's JSON schema"
                 )
         waiting += value.values()
 
 
 def _repetition_faults(text: str, what: str) -> Iterator[str]:
-    repeats, depth, deepest = len(_REPEAT.findall(text)), 0, 0
+    repeats, depth, deepest = len(_REPEAT_PATTERN.findall(text)), 0, 0
     for each in re.findall(r"[()]", text):
         depth += 1 if each == "(" else -1
         deepest = max(deepest, depth)
-    if repeats > CONSTRAINT_REPEATS:
-        yield f"{what} has {repeats} repetitions and optional parts: give it at most {CONSTRAINT_REPEATS}"
-    if deepest > CONSTRAINT_NESTING:
-        yield f"{what} has brackets {deepest} deep: nest them at most {CONSTRAINT_NESTING} deep"
+    if repeats > MAX_CONSTRAINT_REPEATS:
+        yield f"{what} has {repeats} repetitions and optional parts: give it at most {MAX_CONSTRAINT_REPEATS}"
+    if deepest > MAX_CONSTRAINT_NESTING:
+        yield f"{what} has brackets {deepest} deep: nest them at most {MAX_CONSTRAINT_NESTING} deep"
 
 
-def _chars(message: Message) -> int:
+def _count_chars(message: Message) -> int:
     calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
     return len(message.text) + len(message.thinking) + calls
 
 
 # ── model plane ────────────────────────────────────────────────────────────
 
-ANY_SESSION: Final = "any"  # The folder for recordings of an endpoint that serves every session.
+ANY_SESSION_FOLDER: Final = "any"  # The folder for recordings of an endpoint that serves every session.
 # The number of threads that read long bodies. Reading holds the GIL, so more threads would only delay the
 # event loop.
 READERS: Final = 2
 # After a longer body the node gives free memory back to the system, which takes a thread some milliseconds. A
 # prompt of 100k tokens is shorter.
-LARGE_BYTES: Final = 512 << 10
+LARGE_BODY_BYTES: Final = 512 << 10
 
-_ALIVE: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
-_OVERLOADED: Final = Fault(
+_ALIVE_REPLY: Final = Reply(status=200, headers=(("content-type", JSON_TYPE),), body=b'{"status":"ok"}')
+_OVERLOADED_FAULT: Final = Fault(
     kind="overloaded",
     message="too many long requests of this session are being read at once: send it again",
     retry_after_s=1,
 )
-_TOO_SLOW: Final = Fault(
-    kind="overloaded", message=f"the body was not complete after {BODY_S:.0f} s: send it again"
+_TOO_SLOW_FAULT: Final = Fault(
+    kind="overloaded", message=f"the body was not complete after {MAX_BODY_S:.0f} s: send it again"
 )
-_UNKNOWN_KEY: Final = Fault(
+_UNKNOWN_KEY_FAULT: Final = Fault(
     kind="unauthorized", message="no session of this node has this key: send the one the harness was given"
 )
 
@@ -250,30 +254,30 @@ class ModelPlane:
     model: Model
     # It writes every request and its response; None: nothing is recorded.
     recordings: Recordings | None = None
-    _readers: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
+    _reader_limiter: trio.CapacityLimiter = field(init=False, factory=lambda: trio.CapacityLimiter(READERS))
     _limits: RequestLimits = field(init=False)
     _bodies: BodyBudget = field(init=False)  # the budget of all endpoints together
 
     def __attrs_post_init__(self) -> None:
         self._limits = RequestLimits(self.model.context_length)
-        self._bodies = BodyBudget(NODE_BODIES * self._limits.body_bytes)
+        self._bodies = BodyBudget(MAX_NODE_BODIES * self._limits.body_bytes)
 
     def app_for(self, session_id: str | None) -> ASGIFramework:
         """The ASGI app of a model endpoint. It accepts only the key of `session_id`; None accepts the key of
         every live session.
         """
-        budget = BodyBudget(SESSION_BODIES * self._limits.body_bytes, shared=self._bodies)
+        budget = BodyBudget(MAX_SESSION_BODIES * self._limits.body_bytes, shared=self._bodies)
 
         async def endpoint(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             if scope["type"] == "http":
                 self._admit(scope, session_id)
-                name, writes, respond = token_hex(16), writes_of(scope), respond_of(scope)
+                name, writes, respond = token_hex(16), writes_of(scope), response_writer_of(scope)
                 if self.recordings is None:
-                    responder = Responder(send, name, writes, respond)
+                    responder = ResponseSender(send, name, writes, respond)
                     await self._http(scope, receive, responder, session_id, budget)
                 else:
                     async with self.recordings.copied(send) as copy:
-                        responder = Responder(copy, name, writes, copy.responding(respond))
+                        responder = ResponseSender(copy, name, writes, copy.wrap_respond(respond))
                         await self._http(scope, receive, responder, session_id, budget, copy)
 
         return endpoint
@@ -282,22 +286,22 @@ class ModelPlane:
         """Mark the connection as admitted when its request has a key of this endpoint, so that it is not
         closed when the socket is full.
         """
-        place = place_of(scope)
+        place = slot_of(scope)
         if place is None or place.admitted:
             return
-        place.admitted = self.sessions.at_endpoint(endpoint, _keys(scope)) is not None
+        place.admitted = self.sessions.find_at_endpoint(endpoint, _keys(scope)) is not None
 
     async def _http(
         self,
         scope: HTTPScope,
         receive: ASGIReceiveCallable,
-        responder: Responder,
+        responder: ResponseSender,
         endpoint: str | None,
         budget: BodyBudget,
         copy: ResponseCopy | None = None,
     ) -> None:
         large = False
-        answer: Reply | Incoming | ClientDisconnected | None = None
+        answer: Reply | IncomingCall | ClientDisconnected | None = None
         try:
             with budget.reserve() as reservation:
                 body = await read_body(
@@ -306,9 +310,9 @@ class ModelPlane:
                     limit=self._limits.body_bytes,
                     announced=announced_length(header_map(scope["headers"])),
                 )
-                large = reservation.bytes > LARGE_BYTES
+                large = reservation.bytes > LARGE_BODY_BYTES
                 if copy is not None and isinstance(body, bytes):
-                    await copy.keep_request(endpoint or ANY_SESSION, scope, body)
+                    await copy.keep_request(endpoint or ANY_SESSION_FOLDER, scope, body)
                 answer = await self._answer(scope, body, endpoint)
                 del body
             match answer:
@@ -316,7 +320,7 @@ class ModelPlane:
                     return
                 case Reply():
                     await responder.reply(answer)
-                case Incoming():
+                case IncomingCall():
                     await ModelCall(self.model, answer, responder).run(receive, departure_of(scope))
                 case _:
                     assert_never(answer)
@@ -324,11 +328,11 @@ class ModelPlane:
             if large:
                 answer = None  # This frees what was read from the body as well.
                 with trio.CancelScope(shield=True):  # milliseconds
-                    await give_back_memory()
+                    await trim_memory()
 
     async def _answer(
         self, scope: HTTPScope, body: Body, endpoint: str | None
-    ) -> Reply | Incoming | ClientDisconnected:
+    ) -> Reply | IncomingCall | ClientDisconnected:
         """The reply to a request, or the call to run for it. The body is released here, because a call may
         last minutes and needs only what was read from the body.
         """
@@ -339,9 +343,11 @@ class ModelPlane:
         target = f"{path}?{query}" if query else path
         found = route(method, path, headers)
         if found is None:
-            return _ALIVE if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
+            return (
+                _ALIVE_REPLY if path == "/" and method in ("GET", "HEAD") else missed(method, path, headers)
+            )
         if not isinstance(body, bytes):
-            return found.dialect.error(self._unread(found, body))
+            return found.dialect.error(self._unread_fault(found, body))
         request = _Request(
             route=found, target=target, query=query, headers=headers, body=body, endpoint=endpoint
         )
@@ -355,7 +361,7 @@ class ModelPlane:
             case _:
                 assert_never(found.operation)
 
-    def _unread(self, found: Route, body: TooLarge | Overloaded | TooSlow) -> Fault:
+    def _unread_fault(self, found: Route, body: TooLarge | OverBudget | TooSlow) -> Fault:
         """The fault of a body that was not kept. A body that is too large has a prompt that is too long, or
         images, which harnesses drop when they compact.
         """
@@ -364,10 +370,10 @@ class ModelPlane:
                 return Fault(kind="too_large", message="this route takes no body: send none")
             case TooLarge(size):
                 return Fault.of(self._limits.too_long(size))
-            case Overloaded():
-                return _OVERLOADED
+            case OverBudget():
+                return _OVERLOADED_FAULT
             case TooSlow():
-                return _TOO_SLOW
+                return _TOO_SLOW_FAULT
             case _:
                 assert_never(body)
 
@@ -391,7 +397,7 @@ class ModelPlane:
         if isinstance(session, Fault):
             return dialect.error(session)
         if session.over:
-            return dialect.error(SESSION_OVER)
+            return dialect.error(SESSION_OVER_FAULT)
         try:
             read, _ = await self._read(request, session)
             history, new, prefill = session.lineages.look(read.conversation, hints=read.hints)
@@ -407,7 +413,7 @@ class ModelPlane:
             else _json(body)
         )
 
-    async def _incoming(self, request: _Request) -> Incoming | Reply:
+    async def _incoming(self, request: _Request) -> IncomingCall | Reply:
         """A request that may be answered, or the refusal it gets before anything is planned."""
         dialect = request.route.dialect
         session = self._session(request)
@@ -419,28 +425,28 @@ class ModelPlane:
             fault = Fault.of(error)
             session.refused(fault)
             return dialect.error(fault)
-        return Incoming(session=session, dialect=dialect, request=read, key=key)
+        return IncomingCall(session=session, dialect=dialect, request=read, key=key)
 
     def _session(self, request: _Request) -> LiveSession | Fault:
-        """The session of the first key that this endpoint accepts. The fault is SESSION_OVER for the key of a
-        session that has ended.
+        """The session of the first key that this endpoint accepts. The fault is SESSION_OVER_FAULT for the
+        key of a session that has ended.
         """
         keys = session_keys(request.target, request.headers)
-        if (session := self.sessions.at_endpoint(request.endpoint, keys)) is not None:
+        if (session := self.sessions.find_at_endpoint(request.endpoint, keys)) is not None:
             return session
-        ended = {self.sessions.ended_by_key(key) for key in keys} - {None}
+        ended = {self.sessions.ended_session_id(key) for key in keys} - {None}
         return (
-            SESSION_OVER
+            SESSION_OVER_FAULT
             if ended and (request.endpoint is None or request.endpoint in ended)
-            else _UNKNOWN_KEY
+            else _UNKNOWN_KEY_FAULT
         )
 
     async def _read(self, request: _Request, session: LiveSession) -> tuple[ModelRequest, str]:
         """Read the body as a request; return it with its key. Raises Refused with the path of the field."""
-        session.large |= len(request.body) > LARGE_BYTES
+        session.large |= len(request.body) > LARGE_BODY_BYTES
         read = partial(_read, request, session, self.model, self._limits)
-        share = ThreadShare(session.threads, self._readers)
-        if len(request.body) > KNOWN_BYTES:
+        share = ThreadShare(session.threads, self._reader_limiter)
+        if len(request.body) > MAX_KNOWN_BYTES:
             found, key, _ = await share.run(read)
             return found, key
         digest = BodyDigest.of(request.body, request.route.operation)
@@ -456,7 +462,7 @@ def _read(
     began = thread_time()
     found, body = request.route, request.body
     limits.check_body(body)
-    envelope = Envelope(
+    envelope = RequestEnvelope(
         headers=request.headers,
         model=found.model,
         stream=found.stream,
@@ -470,9 +476,9 @@ def _read(
     if read.constraint is not None:
         check_constraint(read.constraint)
     if session.resumed is not None:
-        read = session.resumed.unmarked(read)
-    read = regrouped(read, session.lineages.references)
-    kept = held_request(read, headers=model.family.harmony is not None)
+        read = session.resumed.strip_marker(read)
+    read = join_answer_calls(read, session.lineages.references)
+    kept = enforceable_request(read, headers=model.family.harmony is not None)
     session.lineages.prepare(kept.conversation)
     # The key covers the request as it was read, so that parts which the node leaves out of the prompt do not
     # make it another request.
@@ -488,21 +494,21 @@ def _json(body: bytes) -> Reply:
 
 # This is no session id. A client without a key gets what needs none, and is refused the rest.
 NOBODY: Final = ""
-_MANY_KEYS: Final = Fault(
+_TOO_MANY_KEYS: Final = Fault(
     kind="overloaded",
     message="too many wrong keys came from this address: send the key of a capture that is open",
     retry_after_s=5,  # In 5 s an address regains a hundred tries.
 )
-_MANY_CONNECTIONS: Final = Fault(
+_TOO_MANY_CONNECTIONS: Final = Fault(
     kind="overloaded",
-    message=f"this key has {KEY_CONNECTIONS} connections, as many as one may: wait for one of them",
+    message=f"this key has {MAX_KEY_CONNECTIONS} connections, as many as one may: wait for one of them",
     retry_after_s=1,
 )
 _CLOSE: Final = ("connection", "close")
 # Any `Host` is accepted, because a page that rebinds its name to this machine has no key.
-GUARD: Final = BrowserGuard(any_host=True)
+PAGE_GUARD: Final = BrowserGuard(any_host=True)
 # The number of cached endpoints, more than a node has open captures. A dropped endpoint is made again.
-ENDPOINTS: Final = 1_000
+MAX_ENDPOINTS: Final = 1_000
 
 
 @define(eq=False)
@@ -521,7 +527,7 @@ class CaptureEndpoint:
     async def __call__(self, scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         if scope["type"] != "http":
             return
-        keys, place = _keys(scope), place_of(scope)
+        keys, place = _keys(scope), slot_of(scope)
         live = next(filter(None, map(self.plane.sessions.by_key, keys)), None)
         refused = None
         if live is None and (keys or self.public):
@@ -531,20 +537,20 @@ class CaptureEndpoint:
                 # connection before its handshake, which is cheap. On plain HTTP a new connection would cost
                 # more than a request on this one.
                 whole = not (over and scope["scheme"] == "https") and await drained(receive)
-                fault = _MANY_KEYS if over else _UNKNOWN_KEY
+                fault = _TOO_MANY_KEYS if over else _UNKNOWN_KEY_FAULT
                 refused = _fault_reply(scope, fault, *(() if whole else (_CLOSE,)))
-        refused = refused or _refused_page(scope)
+        refused = refused or _page_refusal(scope)
         if live is not None and refused is None and place is not None and not place.admit(live.session_id):
-            refused = _fault_reply(scope, _MANY_CONNECTIONS, _CLOSE)
+            refused = _fault_reply(scope, _TOO_MANY_CONNECTIONS, _CLOSE)
         if refused is not None:
-            await Responder(send, token_hex(16)).reply(refused)
+            await ResponseSender(send, token_hex(16)).reply(refused)
         else:
-            ended = next(filter(None, map(self.plane.sessions.ended_by_key, keys)), NOBODY)
+            ended = next(filter(None, map(self.plane.sessions.ended_session_id, keys)), NOBODY)
             await self._endpoint(ended if live is None else live.session_id)(scope, receive, send)
 
     def _endpoint(self, session_id: str) -> ASGIFramework:
         endpoint = self._endpoints.get(session_id) or self.plane.app_for(session_id)
-        remember(self._endpoints, session_id, endpoint, most=ENDPOINTS)
+        remember(self._endpoints, session_id, endpoint, most=MAX_ENDPOINTS)
         return endpoint
 
 
@@ -561,9 +567,9 @@ def _fault_reply(scope: HTTPScope, fault: Fault, *headers: tuple[str, str]) -> R
     return evolve(reply, headers=(*reply.headers, *headers))
 
 
-def _refused_page(scope: HTTPScope) -> Reply | None:
+def _page_refusal(scope: HTTPScope) -> Reply | None:
     headers = header_map(scope["headers"])
-    sentence = GUARD.refusal(
+    sentence = PAGE_GUARD.refusal(
         host=headers.get("host"), origin=headers.get("origin"), site=headers.get("sec-fetch-site")
     )
     if sentence is None:

@@ -22,7 +22,7 @@ from polarnode.merge.fingerprint import Path
 
 # The characters of a message that a sentence shows: a path, a date or a number, and what is around it.
 SHOWN = 80
-AROUND = 20  # How many of them precede the first that differs.
+CHARS_BEFORE = 20  # How many of them precede the first that differs.
 
 
 @define(eq=False)
@@ -87,7 +87,7 @@ def _words(plan: Plan, recorded: Turn) -> str:
             side = "is missing" if found is None else "is not in the record"
             return f"message {place} ({(found or known).role}) {side}"
         if _text(found) != _text(known) or found.role != known.role:
-            found_words, known_words = _around(_text(found), _text(known))
+            found_words, known_words = _texts_around(_text(found), _text(known))
             return f"message {place} ({found.role}) has {found_words!r}, and {known_words!r} in the record"
     return "its tools or its thinking flag are others than in the record"
 
@@ -97,15 +97,15 @@ def _text(message: Message) -> str:
     return "\n".join((message.text, *calls))
 
 
-def _around(one: str, other: str) -> tuple[str, str]:
+def _texts_around(one: str, other: str) -> tuple[str, str]:
     """Both texts around the first character that differs."""
     pairs = enumerate(zip(one, other, strict=False))
     at = next((place for place, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
-    start = max(0, at - AROUND)
+    start = max(0, at - CHARS_BEFORE)
     return one[start : start + SHOWN], other[start : start + SHOWN]
 
 
-def chunk_of(turn: Turn, order: GenerateOrder) -> Chunk:
+def recorded_chunk(turn: Turn, order: GenerateOrder) -> Chunk:
     """A recorded answer as an engine would return it whole. It has top logprobs if the record has as many as
     the call asks for.
     """

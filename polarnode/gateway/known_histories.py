@@ -18,15 +18,15 @@ from polarnode.support.bounded import remember
 
 STEP_BYTES: Final = 16 << 10  # The bytes of a body between two digests. A turn of an agent has about 4 KiB.
 # The bytes of a body that may be new. They take about 1 ms to read, 10 ms at the worst.
-NEW_BYTES: Final = 32 << 10
+MAX_NEW_BYTES: Final = 32 << 10
 # A longer body is read and hashed in a thread. A prompt of 128k tokens is twice as long, and an agent with
 # such a prompt runs tools for minutes.
-KNOWN_BYTES: Final = 256 << 10
+MAX_KNOWN_BYTES: Final = 256 << 10
 # The seconds that reading the earlier request may have taken. A body of 256 KiB takes 2 ms.
-KNOWN_S: Final = 0.003
+MAX_READ_S: Final = 0.003
 _BYTES: Final = 16  # The length of a digest. Two bodies of a session never share one by chance.
 # The number kept for a session, at 300 bytes each. Harnesses interleave up to four agents.
-HISTORIES: Final = 8
+MAX_HISTORIES: Final = 8
 
 
 @frozen
@@ -58,15 +58,17 @@ class KnownHistories:
 
     def is_short(self, digest: BodyDigest) -> bool:
         """Whether a request is read quickly enough for the event loop."""
-        if digest.size <= NEW_BYTES:
+        if digest.size <= MAX_NEW_BYTES:
             return True
         steps, seconds = self._kept.get(digest.steps[0], ((), 0.0))
-        return digest.size <= STEP_BYTES * _shared(steps, digest.steps) + NEW_BYTES and seconds <= KNOWN_S
+        return (
+            digest.size <= STEP_BYTES * _shared(steps, digest.steps) + MAX_NEW_BYTES and seconds <= MAX_READ_S
+        )
 
     def note(self, digest: BodyDigest, seconds: float) -> None:
         """Remember that reading a request took this many CPU seconds."""
         if digest.steps:
-            remember(self._kept, digest.steps[0], (digest.steps, seconds), most=HISTORIES)
+            remember(self._kept, digest.steps[0], (digest.steps, seconds), most=MAX_HISTORIES)
 
 
 def _shared(one: Sequence[bytes], other: Sequence[bytes]) -> int:

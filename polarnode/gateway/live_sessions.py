@@ -23,17 +23,17 @@ from polarnode.core.ports import GenerateOrder
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import FREE_REPEATS, CutCall, UndeliveredResponse
+from polarnode.gateway.call_events import MAX_FREE_REPEATS, CutCall, UndeliveredResponse
 from polarnode.gateway.inherited import InheritedAnswers
 from polarnode.gateway.known_histories import KnownHistories
-from polarnode.gateway.machine import SESSION_OVER
+from polarnode.gateway.machine import SESSION_OVER_FAULT
 from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.fingerprint import Path
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Fault
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.read_parts import PartsCache
 from polarnode.support.bounded import remember
 from polarnode.support.metrics import NodeCounters
 
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 # The seconds that a call waits for an earlier call with the same body to end. On a loopback socket the end is
 # noticed within milliseconds. A legitimate duplicate waits this long once.
-TWIN_S: Final = 0.25
+MAX_TWIN_WAIT_S: Final = 0.25
 # The number of responses kept, one per parallel call whose client left (up to ten concurrent agents were
 # observed). Each is the text of one turn, and is requested again within minutes.
-UNDELIVERED: Final = 64
+MAX_UNDELIVERED: Final = 64
 
 
 @define(eq=False)
@@ -107,7 +107,7 @@ class Retries:
             yield attempt
         finally:
             if attempt.response is not None:
-                remember(self._undelivered, name, attempt.response, most=UNDELIVERED)
+                remember(self._undelivered, name, attempt.response, most=MAX_UNDELIVERED)
             twins.remove(ended)
             if not twins:
                 self._in_progress.pop(name, None)
@@ -115,10 +115,10 @@ class Retries:
 
 
 async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
-    """Wait for earlier calls to end, for TWIN_S at most, because a connected client may legitimately send the
-    same body twice.
+    """Wait for earlier calls to end, for MAX_TWIN_WAIT_S at most, because a connected client may legitimately
+    send the same body twice.
     """
-    with trio.move_on_after(TWIN_S):
+    with trio.move_on_after(MAX_TWIN_WAIT_S):
         for ended in earlier:
             await ended.wait()
 
@@ -133,23 +133,23 @@ CLOSING_S: Final = 5.0
 REMEMBERED: Final = 2_000
 # The limit on their size: the text of eight conversations of 1M tokens, or two requests with three images of
 # 5 MB each.
-REMEMBERED_BYTES: Final = 32 << 20
+MAX_REMEMBERED_BYTES: Final = 32 << 20
 # The limit on a session's samples in progress, waiting ones included: twice the connections of its endpoint,
 # so that calls of one sample are never refused. A waiting sample costs some 20 KB beside its prompt.
 SAMPLES: Final = 512
 # The limit on the prompt tokens of a session's calls in progress: 32 prompts of 128k tokens, more than the
 # ten agents observed at once. A token takes 4 bytes as an id and about as many again as text.
-PROMPT_TOKENS: Final = 4 << 20
+MAX_PROMPT_TOKENS: Final = 4 << 20
 # Where the context is longer, this many whole contexts are the limit.
-CONTEXTS: Final = 16
+MAX_PROMPT_CONTEXTS: Final = 16
 # The seconds after which a refused call may find room: the shortest time that `Retry-After` can name.
 BUSY_S: Final = 1
 # The number of keys of ended sessions that are still answered with 410, at about 200 bytes each. A harness
 # that outlives its session calls again within minutes.
-KEPT_KEYS: Final = 10_000
+MAX_ENDED_KEYS: Final = 10_000
 
 
-_TOO_MANY: Final = Fault(
+_TOO_MANY_SAMPLES: Final = Fault(
     kind="overloaded",
     message=f"this session has {SAMPLES} samples in progress, the most at once: wait for some of them",
     retry_after_s=BUSY_S,
@@ -157,7 +157,7 @@ _TOO_MANY: Final = Fault(
 
 
 @define(eq=False)
-class Counters:
+class SessionCounters:
     """What a session has used. `turns` counts every recorded turn, including `failed`, `partial`, `resumed`
     and inherited ones.
 
@@ -183,9 +183,9 @@ class Counters:
 
 @define(eq=False)
 class SessionMemory:
-    """What a session's dialects keep for later requests: the last REMEMBERED values, with REMEMBERED_BYTES
-    together at most. The last two are kept whatever their size: an answer, and the index in which the next
-    request looks for it.
+    """What a session's dialects keep for later requests: the last REMEMBERED values, with
+    MAX_REMEMBERED_BYTES together at most. The last two are kept whatever their size: an answer, and the index
+    in which the next request looks for it.
     """
 
     _kept: dict[str, Json] = field(factory=dict, init=False)
@@ -197,11 +197,11 @@ class SessionMemory:
         return self._kept.get(name)
 
     def keep(self, name: str, value: Json) -> None:
-        """Keep a value. Beyond REMEMBERED and REMEMBERED_BYTES the oldest are dropped."""
+        """Keep a value. Beyond REMEMBERED and MAX_REMEMBERED_BYTES the oldest are dropped."""
         self._drop(name)
         self._kept[name], self._sizes[name] = value, _size(value)
         self._bytes += self._sizes[name]
-        while len(self._kept) > REMEMBERED or (self._bytes > REMEMBERED_BYTES and len(self._kept) > 2):
+        while len(self._kept) > REMEMBERED or (self._bytes > MAX_REMEMBERED_BYTES and len(self._kept) > 2):
             self._drop(next(iter(self._kept)))
 
     def _drop(self, name: str) -> None:
@@ -256,10 +256,10 @@ class LiveSession:
     parent_key: str | None = field(default=None, kw_only=True, repr=False)
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
     tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's counters, over all sessions
-    counters: Counters = field(factory=Counters, kw_only=True)
+    counters: SessionCounters = field(factory=SessionCounters, kw_only=True)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     retries: Retries = field(factory=Retries, init=False)
-    parts: ReadParts = field(factory=ReadParts, init=False)
+    parts: PartsCache = field(factory=PartsCache, init=False)
     histories: KnownHistories = field(factory=KnownHistories, init=False)
     inherited: int = field(default=0, init=False)  # Turns with a lower index come from a fork's parent.
     # The answers of a fork's parent, which are given again.
@@ -300,12 +300,14 @@ class LiveSession:
         repeats a request whose client did not get an answer, and needs no room in the budget of turns.
         """
         if self.over:
-            return SESSION_OVER
+            return SESSION_OVER_FAULT
         if self.resumed is not None and self.resumed.refused is not None:
             return Fault.of(self.resumed.refused)
-        clock = self._spent(messages, samples) if charged else "tokens" if self.token_room == 0 else None
+        clock = (
+            self._spent_budget(messages, samples) if charged else "tokens" if self.token_room == 0 else None
+        )
         if clock is None:
-            return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY
+            return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY_SAMPLES
         budgets = self.budgets
         limit = {
             "turns": f"{budgets.max_turns} turns",
@@ -322,7 +324,7 @@ class LiveSession:
         self.counters.refusals[fault.kind] += 1
         self.tally.refused(fault)
         if fault.kind == "budget_spent" and self.spent_clock is None:
-            self.spent_clock = self._spent(messages, samples)
+            self.spent_clock = self._spent_budget(messages, samples)
             self.on_spent()
 
     def check_resumed(self, plan: Plan, conversation: Conversation) -> None:
@@ -356,11 +358,11 @@ class LiveSession:
             self._call_ended.set()
             self._call_ended = trio.Event()
 
-    def hold_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
+    def reserve_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
         """Count the prompt of a call in progress until the call ends. Raises Busy if the session's prompts
         would take more than their share of memory; a single prompt is always accepted.
         """
-        held, most = sum(self._prompts.values()), max(PROMPT_TOKENS, CONTEXTS * context_length)
+        held, most = sum(self._prompts.values()), max(MAX_PROMPT_TOKENS, MAX_PROMPT_CONTEXTS * context_length)
         if held and held + tokens > most:
             raise Busy(
                 f"the prompts of this session's calls in progress have {held} of {most} tokens: send it"
@@ -428,7 +430,7 @@ class LiveSession:
         for turn in turns:
             name = (turn.provider, Path.read(turn.before_key).agent, turn.request_key)
             again = turn.reason == RESUMED or name in owed
-            self._note(turn, charged=not again or owed.get(name, 0) >= FREE_REPEATS)
+            self._note(turn, charged=not again or owed.get(name, 0) >= MAX_FREE_REPEATS)
             if turn.state == "partial" and turn.request_key:
                 owed[name] = owed[name] + 1 if name in owed and not turn.sampled else 0
             elif turn.state == "complete" or turn.refused:
@@ -491,16 +493,16 @@ class LiveSession:
             **self.carrier.metrics(),
         }
 
-    def _spent(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
+    def _spent_budget(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
         """The budget that has no room for `samples` more; None if all have."""
         turns = self.counters.charged + sum(self._calls.values()) - sum(self._uncharged.values())
         if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
             return "turns"
         if self.token_room == 0:
             return "tokens"
-        return "repeats" if self._repeats(messages) else None
+        return "repeats" if self._is_looping(messages) else None
 
-    def _repeats(self, messages: Sequence[Message]) -> bool:
+    def _is_looping(self, messages: Sequence[Message]) -> bool:
         """Whether a conversation loops, or one looped before and its call was refused. Then the whole run
         ends, not only the sub-agent that looped. Turns that came with the first request are not this
         session's.
@@ -522,7 +524,7 @@ class LiveStatistics:
 
 @define(eq=False)
 class LiveSessions:
-    """The keys of live sessions, and the last KEPT_KEYS keys of ended ones."""
+    """The keys of live sessions, and the last MAX_ENDED_KEYS keys of ended ones."""
 
     _live: dict[str, LiveSession] = field(factory=dict, init=False)
     _by_id: dict[str, LiveSession] = field(factory=dict, init=False)
@@ -540,7 +542,7 @@ class LiveSessions:
         if self._live.pop(session.key, None) is None:
             return
         self._by_id.pop(session.session_id, None)
-        remember(self._ended, session.key, session.session_id, most=KEPT_KEYS)
+        remember(self._ended, session.key, session.session_id, most=MAX_ENDED_KEYS)
 
     def by_key(self, key: str) -> LiveSession | None:
         """The live session of a key. This is a single dictionary look-up, so that its duration reveals
@@ -548,7 +550,7 @@ class LiveSessions:
         """
         return self._live.get(key)
 
-    def at_endpoint(self, session_id: str | None, keys: Sequence[str]) -> LiveSession | None:
+    def find_at_endpoint(self, session_id: str | None, keys: Sequence[str]) -> LiveSession | None:
         """The live session that these keys open at the endpoint of `session_id`; None means an endpoint for
         every session. A copy of a frozen harness has its parent's key, which opens only the copy's own
         endpoint.
@@ -560,7 +562,7 @@ class LiveSessions:
         parent = None if own is None else own.parent_key
         return own if parent is not None and any(compare_digest(key, parent) for key in keys) else None
 
-    def ended_by_key(self, key: str) -> str | None:
+    def ended_session_id(self, key: str) -> str | None:
         """The id of the ended session that had this key."""
         return self._ended.get(key)
 

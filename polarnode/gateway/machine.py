@@ -2,11 +2,12 @@
 
 It has no clock, socket or engine. Time comes in events as values (monotonic seconds), and the caller carries
 out the commands in their order. It decides whether a request is refused, replayed, resumed, answered with an
-empty response, or generated.
+empty response, or generated, and plans the turns of a generation in the lineages of its session.
 
-Invariants. Every plan is ended exactly once, by `RecordTurn` or by `Abandon`. A turn's `RecordTurn` precedes
-the last bytes of its response, because a harness acts on them at once. A stream that failed is never ended
-properly, except with bytes that report the failure. After the end every event is late and yields nothing.
+Invariants. Every plan is ended exactly once: by `RecordTurn`, or because the exchange abandons it. A turn's
+`RecordTurn` precedes the last bytes of its response, because a harness acts on them at once. A stream that
+failed is never ended properly, except with bytes that report the failure. After the end every event is late
+and yields nothing.
 """
 
 from array import array
@@ -15,8 +16,10 @@ from typing import Final, assert_never
 
 from attrs import define, evolve, field, frozen
 
+from polarnode.core.arrays import ids
 from polarnode.core.conversation import (
     Answer,
+    Conversation,
     Delta,
     FinishReason,
     ModelRequest,
@@ -33,8 +36,8 @@ from polarnode.core.errors import ContextTooLong, EngineError, EngineRefusal, Re
 from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import TurnState
 from polarnode.gateway.call_events import (
-    Abandon,
     Break,
+    ChunkProduced,
     ClientLeft,
     Command,
     CountPrewarm,
@@ -44,29 +47,28 @@ from polarnode.gateway.call_events import (
     EngineFailed,
     Event,
     KeepResponse,
-    Outgoing,
-    Planned,
-    PlanTurns,
-    Produced,
+    OutgoingCommand,
     PromptRendered,
     Quiet,
     RecordTurn,
     Render,
-    Requested,
+    RequestReceived,
     RequestRefused,
     Send,
     SessionEnded,
     StartGeneration,
     UndeliveredResponse,
 )
-from polarnode.gateway.sample import NOTE_CHARS, AnswerParser, Sample, order_of, request_ids, turn_of
-from polarnode.merge.attach import Plan
+from polarnode.gateway.sample import MAX_NOTE_CHARS, AnswerParser, Sample, make_order, request_ids, turn_of
+from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.figures import REFUSED
+from polarnode.merge.lineage import Lineages
+from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import (
     JSON_TYPE,
     Dialect,
     Fault,
-    LastWords,
+    FinalBytes,
     ModelCallInfo,
     Reply,
     StreamWriter,
@@ -75,7 +77,7 @@ from polarnode.providers.contract import (
 # ── constraints the engine can enforce ────────────────────────────────
 
 
-def held_request(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
+def enforceable_request(request: ModelRequest, *, headers: bool = False) -> ModelRequest:
     """The request, with its constraint only where the engine can enforce it. `headers`: the model writes a
     header before each of its messages (gpt-oss).
 
@@ -116,7 +118,7 @@ EMPTY_ANSWER: Final = Answer(parts=(), finish_reason="stop")
 
 def render_cached_response(
     dialect: Dialect, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage
-) -> list[Outgoing]:
+) -> list[OutgoingCommand]:
     """Render a known response from its first byte to its last, part by part, streamed or whole as the new
     request asks.
     """
@@ -129,16 +131,16 @@ def render_cached_response(
     writer = dialect.stream(call)
     data = [writer.start(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens)]
     for choice, answer in enumerate(answers):
-        data += [writer.delta(delta, choice=choice) for delta in _deltas(answer)]
+        data += [writer.delta(delta, choice=choice) for delta in _answer_deltas(answer)]
     return [Send(b"".join((*data, writer.end(answers, usage))), writer.content_type), EndStream()]
 
 
-def render_empty_response(dialect: Dialect, call: ModelCallInfo) -> list[Outgoing]:
+def render_empty_response(dialect: Dialect, call: ModelCallInfo) -> list[OutgoingCommand]:
     """Render the response to a request that asks for no generation."""
     return render_cached_response(dialect, call, [EMPTY_ANSWER] * call.request.choices, Usage())
 
 
-def _deltas(answer: Answer) -> Iterator[Delta]:
+def _answer_deltas(answer: Answer) -> Iterator[Delta]:
     logprobs: tuple[TokenLogprob, ...] = answer.logprobs
     for part in answer.parts:
         match part:
@@ -155,15 +157,15 @@ def _deltas(answer: Answer) -> Iterator[Delta]:
 
 # ── machine ────────────────────────────────────────────────────────────
 
-SESSION_OVER: Final = Fault(
+SESSION_OVER_FAULT: Final = Fault(
     kind="session_over", message="this session is over and its key is no longer accepted: stop"
 )
-CANCELLED: Final = Fault(
+CANCELLED_FAULT: Final = Fault(
     kind="cancelled", message="the generation was ended for new weights or by an operator: ask again"
 )
 
 
-def refusal_of(error: EngineRefusal, request: ModelRequest) -> Fault:
+def engine_refusal(error: EngineRefusal, request: ModelRequest) -> Fault:
     """The fault of a request that the engine refuses. Sampling parameters are checked when they are read, so
     the refusal is about the constraint if there is one.
     """
@@ -176,20 +178,27 @@ def refusal_of(error: EngineRefusal, request: ModelRequest) -> Fault:
 
 def refused(record: RecordTurn, fault: Fault) -> RecordTurn:
     """The record of a turn that the engine refused."""
-    note = f"{REFUSED}: {shortened(fault.message, NOTE_CHARS)}"
+    note = f"{REFUSED}: {shortened(fault.message, MAX_NOTE_CHARS)}"
     turn = evolve(record.turn, refused=True, notes=(*record.turn.notes, note))
     return evolve(record, turn=turn, owed=False)
 
 
 @frozen(kw_only=True)
-class Terms:
+class ExchangeSettings:
     """The limits and dependencies of one exchange. `sampling` is the task's, and takes precedence over the
     request's. `token_room` is the number of tokens that the session may still sample (None: no limit).
+
+    `lineages` are the session's, in which the turns are planned. `check_plan` raises Refused for a plan that
+    the session does not accept. `extras` says which token extras the turns after a parent keep.
     """
 
     session_id: str
     dialect: Dialect
     call: ModelCallInfo
+    request_key: str
+    lineages: Lineages
+    check_plan: Callable[[Plan, Conversation], None]
+    extras: Callable[[int | None], CallExtras]
     sampling: Sampling
     context_length: int
     token_room: int | None
@@ -202,12 +211,15 @@ class Terms:
 
 @define(eq=False)
 class Exchange:
-    """One request from `Requested` to its end. Every method is synchronous."""
+    """One request from `RequestReceived` to its end. Every method is synchronous."""
 
-    terms: Terms
+    terms: ExchangeSettings
     over: bool = field(default=False, init=False)
-    _requested: Requested | None = field(default=None, init=False)
-    _planned: Planned = field(factory=lambda: Planned(plans=()), init=False)
+    _requested: RequestReceived | None = field(default=None, init=False)
+    plans: tuple[Plan, ...] = field(default=(), init=False)  # one per choice, once the turns are planned
+    # The part of the answer that is already sampled, if the exchange resumes a cut turn. The prompt ends with
+    # it.
+    _resumed_prefix: "array[int]" = field(factory=ids, init=False)
     _call: ModelCallInfo = field(init=False)  # It has its signature once the turns are planned.
     _samples: list[Sample] = field(factory=list, init=False)  # one per choice, once the prompt is rendered
     _writer: StreamWriter | None = field(default=None, init=False)  # None: the response is sent whole
@@ -227,13 +239,11 @@ class Exchange:
 
     def _handle(self, event: Event) -> Iterator[Command]:
         match event:
-            case Produced(chunk=chunk, at=at, choice=choice):
+            case ChunkProduced(chunk=chunk, at=at, choice=choice):
                 yield from self._produced(choice, chunk, at)
-            case Requested():
+            case RequestReceived():
                 self._requested = event
                 yield from self._begin(event)
-            case Planned():
-                yield from self._plan(event)
             case PromptRendered():
                 yield from self._generate(event)
             case RequestRefused(error=error):
@@ -243,14 +253,14 @@ class Exchange:
             case ClientLeft(at=at):
                 yield from self._cut(at, None)
             case SessionEnded(at=at):
-                yield from self._cut(at, SESSION_OVER)
+                yield from self._cut(at, SESSION_OVER_FAULT)
             case Quiet():
                 if self._writer is not None:
                     yield from self._send(self._writer.keep_alive())
             case _:
                 assert_never(event)
 
-    def _begin(self, requested: Requested) -> Iterator[Command]:
+    def _begin(self, requested: RequestReceived) -> Iterator[Command]:
         """Answer without the engine where possible, else plan. A session that is over answers nothing. With a
         spent budget, an undelivered response and a request for no generation are still answered.
         """
@@ -274,28 +284,50 @@ class Exchange:
         elif refusal is not None:
             yield from self._refuse(refusal)
         else:
-            yield PlanTurns(resume=None if undelivered is None else undelivered.turn)
+            yield from self._plan(None if undelivered is None else undelivered.turn)
 
-    def _plan(self, planned: Planned) -> Iterator[Command]:
-        if self._requested is None:
-            raise ValueError("an exchange begins with Requested")
-        self._planned, self._call = planned, evolve(self._call, signature=planned.signature)
-        if self._call.request.stream:
-            self._writer = self.terms.dialect.stream(self._call)
-        yield Render(planned.plans[0])
+    def _plan(self, cut_turn: int | None) -> Iterator[Command]:
+        """Plan one turn per sample, and ask for their prompt. The first resumes the cut turn where that is
+        possible.
+        """
+        terms, lineages, request = self.terms, self.terms.lineages, self._call.request
+        plan: Plan | None = None
+        try:
+            if cut_turn is not None:
+                plan = lineages.resume(cut_turn, total=len(request.conversation.messages))
+            if plan is None:
+                plan = lineages.plan(request.conversation, request_key=terms.request_key, hints=request.hints)
+            terms.check_plan(plan, request.conversation)
+            self.plans = (plan, *lineages.also(plan, request.choices - 1))
+        except Refused as error:
+            if plan is not None:
+                lineages.abandon_plan(plan)
+            yield from self._refuse(Fault.of(error))
+            return
+        self._resumed_prefix = lineages.resumed_prefix(plan)
+        self._call = evolve(self._call, signature=lineages.references.signature(plan.index))
+        if request.stream:
+            self._writer = terms.dialect.stream(self._call)
+        yield Render(
+            plan,
+            history=None if plan.parent is None else lineages.history(plan),
+            # A resumed answer has the prefill in its history already.
+            prefill="" if plan.reason == RESUMED else plan.prefill,
+        )
 
     def _generate(self, rendered: PromptRendered) -> Iterator[Command]:
-        planned, request = self._planned, self._call.request
-        if not planned.plans:
+        plans, request = self.plans, self._call.request
+        if not plans:
             raise ValueError("an exchange is planned before its prompt is rendered")
         length, limit = len(rendered.prompt), self.terms.context_length
         if length >= limit:
             yield from self._refuse(Fault.of(ContextTooLong(prompt_tokens=length, limit=limit)))
             return
-        prefix, used = planned.resumed_prefix, self._sampling(limit - length)
+        prefix, used = self._resumed_prefix, self._sampling(limit - length)
+        extras = self.terms.extras(plans[0].parent)
         before = rendered.prompt[: length - len(prefix)] if prefix else rendered.prompt
         for choice, (plan, request_id) in enumerate(
-            zip(planned.plans, request_ids(self._call.id, len(planned.plans)), strict=True)
+            zip(plans, request_ids(self._call.id, len(plans)), strict=True)
         ):
             sample = Sample(
                 plan=plan,
@@ -307,11 +339,11 @@ class Exchange:
                 parser=self.terms.new_parser(plan, before, used.stop),
                 token_bytes=self.terms.token_bytes,
                 resumed_prefix=prefix,
-                carry=planned.carry,
+                carry=extras,
             )
             self._samples.append(sample)
         for choice, sample in enumerate(self._samples):
-            order = order_of(
+            order = make_order(
                 sample,
                 stop_ids=self.terms.stop_ids,
                 affinity=self.terms.session_id,
@@ -326,7 +358,7 @@ class Exchange:
         A resumed prefix counts against the requested maximum. Several choices share the tokens that the
         session may still sample.
         """
-        plans, prefix = self._planned.plans, self._planned.resumed_prefix
+        plans, prefix = self.plans, self._resumed_prefix
         merged = self.terms.sampling.over(self._call.request.sampling)
         if self.terms.token_room is not None:
             room = max(1, min(room, self.terms.token_room // len(plans)))
@@ -350,7 +382,7 @@ class Exchange:
         if reason is None:
             yield from self._send(data)
         elif reason == "abort":
-            yield from self._lost(choice, "abort", CANCELLED, at)
+            yield from self._fail_call(choice, "abort", CANCELLED_FAULT, at)
         else:
             yield from self._end(choice, reason, data, at)
 
@@ -390,13 +422,13 @@ class Exchange:
             return
         if isinstance(error, EngineError):
             fault = Fault(kind="engine_failed", message=f"the model's engine failed: {error}")
-            yield from self._lost(choice, "error", fault, at)
+            yield from self._fail_call(choice, "error", fault, at)
             return
-        fault = refusal_of(error, self._call.request)
+        fault = engine_refusal(error, self._call.request)
         yield CountRefusal(fault)
-        yield from self._lost(choice, "error", fault, at)
+        yield from self._fail_call(choice, "error", fault, at)
 
-    def _lost(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
+    def _fail_call(self, choice: int, reason: FinishReason, fault: Fault, at: float) -> Iterator[Command]:
         """End the call when the engine loses or refuses one sample: the whole call fails, and the other
         samples are cut.
 
@@ -428,8 +460,10 @@ class Exchange:
         if self._samples and not partial and fault is None:
             yield KeepResponse(self._whole())
         if not self._samples:
-            yield from self._abandoned(fault)
+            self._abandon_plans()
         if fault is not None:
+            if self.plans and not self._samples:
+                yield CountRefusal(fault)
             yield from self._broken(fault)
 
     def _refuse(self, fault: Fault) -> Iterator[Command]:
@@ -437,15 +471,13 @@ class Exchange:
         then none of the samples has begun.
         """
         self.over = True
-        if self._planned.plans:
-            yield from self._abandoned(fault)
-        else:
-            yield CountRefusal(fault)
+        self._abandon_plans()
+        yield CountRefusal(fault)
         yield from self._broken(fault)
 
-    def _abandoned(self, fault: Fault | None) -> Iterator[Command]:
-        for place, plan in enumerate(self._planned.plans):
-            yield Abandon(plan, fault if place == 0 else None)
+    def _abandon_plans(self) -> None:
+        for plan in self.plans:
+            self.terms.lineages.abandon_plan(plan)
 
     def _broken(self, fault: Fault) -> Iterator[Command]:
         """Report that there is no answer: by a status as long as nothing is sent, else within the stream,
@@ -455,10 +487,10 @@ class Exchange:
             yield self.terms.dialect.error(fault)
             return
         failure = self._writer.failed(fault)
-        data = failure.data if isinstance(failure, LastWords) else failure
+        data = failure.data if isinstance(failure, FinalBytes) else failure
         if data:
             yield Send(data, self._writer.content_type, alone=True)
-        yield EndStream() if isinstance(failure, LastWords) else Break()
+        yield EndStream() if isinstance(failure, FinalBytes) else Break()
 
     def _shown(self, choice: int, deltas: list[Delta]) -> bytes:
         """The stream's bytes for these deltas, preceded by the stream's start if that was not sent yet."""
@@ -483,7 +515,7 @@ class Exchange:
 
     def _record(self, sample: Sample, state: TurnState, at: float) -> RecordTurn:
         if self._requested is None:
-            raise ValueError("an exchange begins with Requested")
+            raise ValueError("an exchange begins with RequestReceived")
         turn = turn_of(sample, self._requested, session_id=self.terms.session_id, state=state, at=at)
         partial = state == "partial"
         can_resume = partial and bool(turn.sampled) and resumable(sample.request)

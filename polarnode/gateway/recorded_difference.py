@@ -24,9 +24,9 @@ from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import Refused, shortened
 from polarnode.core.trajectory import Trajectory
-from polarnode.gateway.recorded_request import Recorded
+from polarnode.gateway.recorded_request import RecordedRequest
 from polarnode.gateway.replay import RequestPath, path_of
-from polarnode.merge.fingerprint import Memo
+from polarnode.merge.fingerprint import FingerprintCache
 
 # After the first difference, this many characters are searched for the place where the texts agree again.
 # SequenceMatcher is quadratic in the number of words, and a difference is a date, an id or a line.
@@ -35,7 +35,7 @@ _KEY_BYTES: Final = 16  # enough to identify one prompt among the thousands of t
 CONTEXT: Final = 60  # characters shown on each side of the words that differ
 SHOWN: Final = 200  # The characters of words in a sentence; a line of a log holds two of them.
 _WORD: Final = re.compile(r"\w+|\s+|[^\w\s]")
-_END_OF_WORD: Final = re.compile(r"\w*$")
+_WORD_END_PATTERN: Final = re.compile(r"\w*$")
 
 
 @frozen(kw_only=True)
@@ -96,9 +96,9 @@ class TokenPrompt:
     key: str
 
 
-def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> PromptComparison:
+def compare_sessions(one: Sequence[RecordedRequest], other: Sequence[RecordedRequest]) -> PromptComparison:
     """Compare two sessions, each in the order of its requests."""
-    memo = Memo()
+    memo = FingerprintCache()
     left, right = _prompts(one, memo, first=0), _prompts(other, memo, first=len(one))
     left_alone, right_alone = _alone(left, right), _alone(right, left)
     return PromptComparison(
@@ -110,7 +110,7 @@ def compare_sessions(one: Sequence[Recorded], other: Sequence[Recorded]) -> Prom
     )
 
 
-def _prompts(recorded: Sequence[Recorded], memo: Memo, *, first: int) -> list[_Prompt]:
+def _prompts(recorded: Sequence[RecordedRequest], memo: FingerprintCache, *, first: int) -> list[_Prompt]:
     """The requests that ask the model. A request whose tools cannot be read is equal to no other."""
     return [
         _Prompt(
@@ -139,7 +139,7 @@ def _alone(prompts: Sequence[P], others: Sequence[P]) -> list[P]:
 
 def _first(left: Sequence[_Prompt], right: Sequence[_Prompt]) -> Difference | None:
     if not left or not right:
-        return _surplus(left, right)
+        return _surplus_request(left, right)
     one = left[0]
     # max() takes the first of several.
     return _difference(one, max(right, key=lambda each: _shared(one.path, each.path)))
@@ -171,7 +171,7 @@ def first_difference(recorded: Conversation, sent: Conversation) -> str | None:
     """How a request differs from the one that was recorded in its place, as the rest of a sentence. None if
     both have the same path.
     """
-    memo = Memo()
+    memo = FingerprintCache()
     one, other = (
         _Prompt(file=name, conversation=each, path=path_of(each, memo, number))
         for number, (name, each) in enumerate((("recorded", recorded), ("sent", sent)))
@@ -187,7 +187,7 @@ def first_difference(recorded: Conversation, sent: Conversation) -> str | None:
     return f'in {found.part}, after "{after}", it has {sent_words} where {words} was recorded'
 
 
-def _surplus(left: Sequence[P], right: Sequence[P]) -> Difference | None:
+def _surplus_request(left: Sequence[P], right: Sequence[P]) -> Difference | None:
     """What one session has beyond the other; None if neither has anything left."""
     if not left and not right:
         return None
@@ -232,7 +232,7 @@ def compare_tokens(
 ) -> PromptComparison:
     """Compare the prompts of two finished sessions; `text` decodes ids."""
     left, right = _alone(one, other), _alone(other, one)
-    first = _surplus(left, right)
+    first = _surplus_request(left, right)
     if left and right:
         here = left[0]
         there = max(right, key=lambda each: _shared_ids(here, each))
@@ -262,7 +262,7 @@ def _token_difference(
 
 
 def _shared_ids(one: TokenPrompt, other: TokenPrompt) -> int:
-    return _common(one.row, other.row, min(one.length, other.length))
+    return _common_prefix(one.row, other.row, min(one.length, other.length))
 
 
 # ── words ─────────────────────────────────────────────────────────────────────
@@ -310,12 +310,12 @@ def _words(one: str, other: str) -> tuple[str, str, str, str]:
 
 def _start(one: str, other: str) -> int:
     """The place where the first word that differs begins."""
-    shared = _common(one, other, min(len(one), len(other)))
-    found = _END_OF_WORD.search(one[max(0, shared - WINDOW) : shared])
+    shared = _common_prefix(one, other, min(len(one), len(other)))
+    found = _WORD_END_PATTERN.search(one[max(0, shared - WINDOW) : shared])
     return shared - (len(found[0]) if found else 0)
 
 
-def _common(one: Sequence[Any], other: Sequence[Any], most: int) -> int:
+def _common_prefix(one: Sequence[Any], other: Sequence[Any], most: int) -> int:
     """The length of the common prefix, `most` at most. Slices are compared at the speed of C."""
     low, high = 0, most
     while low < high:

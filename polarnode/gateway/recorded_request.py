@@ -16,7 +16,7 @@ from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json, ModelRequest
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.gateway.request_key import request_key
-from polarnode.providers.contract import Envelope, Memory
+from polarnode.providers.contract import Memory, RequestEnvelope
 from polarnode.providers.dialect import Route, route
 
 _METHODS: Final = ("method", "verb")
@@ -25,7 +25,7 @@ _BODIES: Final = ("body", "json", "data", "content", "postData", "body_base64", 
 
 
 @frozen(kw_only=True)
-class Recorded:
+class RecordedRequest:
     """The content of one file. `key` identifies the request. `request` is None if the model was not called;
     `error` says why if that is a fault.
 
@@ -46,7 +46,7 @@ class Recorded:
 
 
 @frozen(kw_only=True)
-class _Sent:
+class _SentRequest:
     """A request as it was sent. `headers` have lower-case names."""
 
     method: str
@@ -55,7 +55,9 @@ class _Sent:
     body: bytes
 
 
-def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes | None = None) -> Recorded:
+def read_recorded(
+    file: str, content: bytes, memory: Memory, *, response: bytes | None = None
+) -> RecordedRequest:
     """Read a recorded request, with the bytes of its response if they were kept. Never raises: `error` says
     what cannot be read.
     """
@@ -66,8 +68,8 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
         with boundary(Refused, "the provider cannot read it"):
             request = _request(found, sent, memory)
     except PolarnodeError as error:
-        return Recorded(file=file, route=_route(content), error=sentence(error))
-    return Recorded(
+        return RecordedRequest(file=file, route=_find_route(content), error=sentence(error))
+    return RecordedRequest(
         file=file,
         route=found,
         request=request,
@@ -76,12 +78,12 @@ def read_recorded(file: str, content: bytes, memory: Memory, *, response: bytes 
     )
 
 
-def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest | None:
+def _request(found: Route | None, sent: _SentRequest, memory: Memory) -> ModelRequest | None:
     """The request to the model. None if the model is not called (a list of models, a count, a warm-up)."""
     if found is None or found.operation in ("models", "model"):
         return None
     _, _, query = sent.target.partition("?")
-    envelope = Envelope(
+    envelope = RequestEnvelope(
         headers=sent.headers,
         model=found.model,
         operation=found.operation,
@@ -93,7 +95,7 @@ def _request(found: Route | None, sent: _Sent, memory: Memory) -> ModelRequest |
     return request if request.generate and found.operation != "count_tokens" else None
 
 
-def _route(content: bytes) -> Route | None:
+def _find_route(content: bytes) -> Route | None:
     """The route of a request that was refused, for the report."""
     try:
         sent = _sent(_object(content))
@@ -130,13 +132,13 @@ def _object(content: bytes) -> dict[str, Json]:
     return found
 
 
-def _sent(recorded: Mapping[str, Json]) -> _Sent:
+def _sent(recorded: Mapping[str, Json]) -> _SentRequest:
     target = next((value for name in _TARGETS if isinstance(value := recorded.get(name), str)), None)
     if target is None:
         raise Refused("this file is no recorded request: it names no target")
     method = next((value for name in _METHODS if isinstance(value := recorded.get(name), str)), "POST")
     method, target = _request_line(method, target)
-    return _Sent(
+    return _SentRequest(
         method=method.upper(),
         target=_origin_form(target),
         headers=dict(_headers(recorded.get("headers"))),

@@ -18,7 +18,7 @@ import trio
 from attrs import define, field
 from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPScope
 
-from polarnode.core.codec.limits import values_exceed
+from polarnode.core.codec.limits import exceeds_values
 from polarnode.core.conversation import Json
 from polarnode.http.asgi import header_map
 from polarnode.http.connections import Head, Respond
@@ -27,7 +27,7 @@ from polarnode.providers.dialect import session_keys
 logger = logging.getLogger(__name__)
 
 # This replaces the key wherever it occurs, so that a target with the key in its path keeps its shape.
-MASK: Final = "key-of-this-session"
+KEY_MASK: Final = "key-of-this-session"
 
 
 @define(eq=False)
@@ -51,7 +51,7 @@ class ResponseCopy:
             case "http.response.body":
                 self._keep(None, event["body"])
 
-    def responding(self, respond: Respond | None) -> Respond | None:
+    def wrap_respond(self, respond: Respond | None) -> Respond | None:
         """A `respond` that also keeps a copy."""
         if respond is None:
             return None
@@ -115,27 +115,27 @@ def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body:
     """
     keys = session_keys(target, header_map(headers))
     pairs: list[Json] = [
-        [name.decode("latin1"), _masked(value.decode("latin1"), keys)] for name, value in headers
+        [name.decode("latin1"), _mask_keys(value.decode("latin1"), keys)] for name, value in headers
     ]
     entry: dict[str, Json] = {
         "method": method,
-        "target": _masked(target, keys),
+        "target": _mask_keys(target, keys),
         "headers": pairs,
         "body": _body(body),
     }
     return orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _masked(text: str, keys: tuple[str, ...]) -> str:
+def _mask_keys(text: str, keys: tuple[str, ...]) -> str:
     for key in keys:
-        text = text.replace(key, MASK)
+        text = text.replace(key, KEY_MASK)
     return text
 
 
 def _body(body: bytes) -> Json:
     if not body:
         return None
-    if values_exceed(body):
+    if exceeds_values(body):
         return body.decode(errors="replace")
     try:
         orjson.loads(body)

@@ -21,16 +21,16 @@ from polarnode.core.arrays import floats, ids
 from polarnode.core.conversation import Answer, Conversation, Message, ModelRequest, TextPart, ThinkingPart
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.trajectory import Turn, VersionSpan
-from polarnode.gateway.recorded_request import Recorded, sentence
+from polarnode.gateway.recorded_request import RecordedRequest, sentence
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.figures import new_messages_of
-from polarnode.merge.fingerprint import Memo, advance, root_key, thinking_letter
+from polarnode.merge.fingerprint import FingerprintCache, advance, root_key, thinking_letter
 from polarnode.merge.lineage import Lineages
 from polarnode.tokens.template import Template
 
 # ── answers ────────────────────────────────────────────────────────────
 
-_NEVER: Final = 1 << 60
+_NO_REQUEST: Final = 1 << 60
 
 
 @frozen(kw_only=True)
@@ -56,7 +56,7 @@ class RequestPath:
 
 
 @frozen(kw_only=True)
-class _Showing:
+class _ShownAnswer:
     """An assistant message in a request, and the key of the path after it."""
 
     request: int
@@ -65,11 +65,11 @@ class _Showing:
 
 
 @define(eq=False)
-class _Shown:
+class _ShownAnswers:
     """The assistant messages that follow each path."""
 
     paths: Sequence[RequestPath]
-    _after: dict[str, list[_Showing]] = field(factory=dict)
+    _after: dict[str, list[_ShownAnswer]] = field(factory=dict)
     _path_keys: set[str] = field(factory=set)
 
     def __attrs_post_init__(self) -> None:
@@ -77,10 +77,10 @@ class _Shown:
         for number, path in enumerate(self.paths):
             for place, message in enumerate(path.messages):
                 if message.role == "assistant":
-                    showing = _Showing(request=number, key=path.keys[place + 1], message=message)
+                    showing = _ShownAnswer(request=number, key=path.keys[place + 1], message=message)
                     self._after.setdefault(path.keys[place], []).append(showing)
 
-    def of(self, number: int) -> Iterator[_Showing]:
+    def of(self, number: int) -> Iterator[_ShownAnswer]:
         """The answers to a request that later requests show. Those of requests with its whole path come
         first.
         """
@@ -97,10 +97,10 @@ class _Shown:
             yield from self._later(number, before)  # A later request removed the user message.
             yield from self._changed(number, before)
 
-    def _later(self, number: int, key: str) -> Iterator[_Showing]:
+    def _later(self, number: int, key: str) -> Iterator[_ShownAnswer]:
         return (showing for showing in self._after.get(key, ()) if showing.request > number)
 
-    def _changed(self, number: int, before: str) -> Iterator[_Showing]:
+    def _changed(self, number: int, before: str) -> Iterator[_ShownAnswer]:
         """The places where a later request replaces the last user message by one that was never sent,
         followed by an answer.
         """
@@ -116,7 +116,7 @@ class _Shown:
             ):
                 return  # The request was sent again in other words, and the answer belongs to that one.
             if _goes_on(path, place, before) and path.keys[place + 1] not in self._path_keys:
-                yield _Showing(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
+                yield _ShownAnswer(request=later, key=path.keys[place + 2], message=path.messages[place + 1])
 
 
 def _goes_on(path: RequestPath, place: int, before: str) -> bool:
@@ -125,7 +125,7 @@ def _goes_on(path: RequestPath, place: int, before: str) -> bool:
     return path.keys[place] == before and roles == ["user", "assistant"]
 
 
-def _rest(showing: _Showing, begun: Message) -> _Showing | None:
+def _rest(showing: _ShownAnswer, begun: Message) -> _ShownAnswer | None:
     """The part that an answer added to the assistant message with which its request ended; None if it added
     none.
     """
@@ -139,33 +139,33 @@ def _rest(showing: _Showing, begun: Message) -> _Showing | None:
     rest = Message(
         role="assistant", text=shown.text[len(begun.text) :], calls=shown.calls[len(begun.calls) :]
     )
-    return _Showing(request=showing.request, key=showing.key, message=rest)
+    return _ShownAnswer(request=showing.request, key=showing.key, message=rest)
 
 
 def find_answers(conversations: Sequence[Conversation], failed: Sequence[bool]) -> list[RecordedEnding]:
     """Determine how each request of a session ended. `failed` marks the requests whose recorded response
     holds no answer.
     """
-    memo = Memo()
+    memo = FingerprintCache()
     paths = [path_of(conversation, memo, number) for number, conversation in enumerate(conversations)]
-    shown = _Shown(paths)
+    shown = _ShownAnswers(paths)
     found = [RecordedEnding() for _ in paths]
-    for same in _by_path(paths):
+    for same in _group_by_path(paths):
         claimed: set[str] = set()
-        for number, following in pairwise([*same, _NEVER]):
+        for number, following in pairwise([*same, _NO_REQUEST]):
             first = next(
                 (each for each in shown.of(number) if each.request <= following and each.key not in claimed),
                 None,
             )
-            if first is not None and not (failed[number] and following != _NEVER):
+            if first is not None and not (failed[number] and following != _NO_REQUEST):
                 claimed.add(first.key)
                 found[number] = RecordedEnding(answer=_answer(first.message))
             else:
-                found[number] = RecordedEnding(asked_again=following != _NEVER or failed[number])
+                found[number] = RecordedEnding(asked_again=following != _NO_REQUEST or failed[number])
     return found
 
 
-def path_of(conversation: Conversation, memo: Memo, number: int) -> RequestPath:
+def path_of(conversation: Conversation, memo: FingerprintCache, number: int) -> RequestPath:
     """The path of a request. `number` tells requests apart whose tools cannot be read."""
     try:
         keys = [root_key(memo.tools_key(conversation.tools), thinking_letter(conversation))]
@@ -176,7 +176,7 @@ def path_of(conversation: Conversation, memo: Memo, number: int) -> RequestPath:
     return RequestPath(messages=conversation.messages, keys=tuple(keys))
 
 
-def _by_path(paths: Sequence[RequestPath]) -> list[list[int]]:
+def _group_by_path(paths: Sequence[RequestPath]) -> list[list[int]]:
     grouped: dict[str, list[int]] = {}
     for number, each in enumerate(paths):
         grouped.setdefault(each.key, []).append(number)
@@ -193,7 +193,7 @@ def _answer(message: Message) -> Answer:
 
 # ── planning a session ────────────────────────────────────────────────────────────
 
-_SECRET: Final = bytes(32)  # No id in a recording comes from this node, so none is verified.
+_NULL_SECRET: Final = bytes(32)  # No id in a recording comes from this node, so none is verified.
 _QUESTION: Final = Message(role="user", text="u")
 
 
@@ -215,12 +215,12 @@ class Line:
     error: str | None = None
 
 
-def replay_session(recorded: Sequence[Recorded], template: Template) -> list[Line]:
+def replay_session(recorded: Sequence[RecordedRequest], template: Template) -> list[Line]:
     """One line per request, in their order."""
     requested = [each for each in recorded if each.request is not None]
     requests = [each.request for each in requested if each.request is not None]
     found = find_answers([request.conversation for request in requests], [each.failed for each in requested])
-    player = _Player(Speaker(template))
+    player = _SessionPlayer(Speaker(template))
     for each, request, ended in zip(requested, requests, found, strict=True):
         player.play(each, request, ended)
     lines = player.lines()
@@ -267,16 +267,16 @@ class Speaker:
 
 
 @define(eq=False)
-class _Player:
+class _SessionPlayer:
     """The lineages of one recorded session, and the file of each turn."""
 
     speaker: Speaker
-    _lineages: Lineages = field(factory=lambda: Lineages(session_id="replay", secret=_SECRET))
+    _lineages: Lineages = field(factory=lambda: Lineages(session_id="replay", secret=_NULL_SECRET))
     _turns: dict[int, Turn] = field(factory=dict)
-    _files: dict[int, Recorded] = field(factory=dict)
+    _files: dict[int, RecordedRequest] = field(factory=dict)
     _errors: list[Line] = field(factory=list)
 
-    def play(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
+    def play(self, recorded: RecordedRequest, request: ModelRequest, ended: RecordedEnding) -> None:
         """Plan one request, render it, and end it as recorded."""
         try:
             with boundary(Refused, "it cannot be planned"):  # one file of thousands must not end the others
@@ -284,12 +284,12 @@ class _Player:
         except PolarnodeError as error:
             self._errors.append(Line(file=recorded.file, provider=recorded.provider, error=sentence(error)))
 
-    def _turn(self, recorded: Recorded, request: ModelRequest, ended: RecordedEnding) -> None:
+    def _turn(self, recorded: RecordedRequest, request: ModelRequest, ended: RecordedEnding) -> None:
         plan = self._lineages.plan(request.conversation, request_key=recorded.key, hints=request.hints)
         try:
             turn = self._ended(plan, request, ended)
         except BaseException:
-            self._lineages.abandon(plan)
+            self._lineages.abandon_plan(plan)
             raise
         self._lineages.commit(turn)
         self._turns[turn.index], self._files[turn.index] = turn, recorded
@@ -345,7 +345,7 @@ class _Player:
 
 
 @frozen(kw_only=True)
-class Totals:
+class ReplayTotals:
     """Sums over one session, or over all of them."""
 
     requests: int
@@ -357,10 +357,10 @@ class Totals:
     errors: int
 
 
-def total(lines: Sequence[Line]) -> Totals:
+def total(lines: Sequence[Line]) -> ReplayTotals:
     """Sum one session's lines."""
     turns = [line for line in lines if line.kind is not None]
-    return Totals(
+    return ReplayTotals(
         requests=len(lines),
         turns=len(turns),
         lineages=len({line.lineage for line in turns}),
@@ -371,9 +371,9 @@ def total(lines: Sequence[Line]) -> Totals:
     )
 
 
-def added(totals: Sequence[Totals]) -> Totals:
+def added(totals: Sequence[ReplayTotals]) -> ReplayTotals:
     """Sum several sessions."""
-    return Totals(**{name: sum(getattr(each, name) for each in totals) for name in _names()})
+    return ReplayTotals(**{name: sum(getattr(each, name) for each in totals) for name in _names()})
 
 
 def _names() -> Iterator[str]:

@@ -17,7 +17,7 @@ from polarnode.core.conversation import Conversation, ModelRequest, Sampling, To
 _KEY_BYTES: Final = 16  # enough to identify one request among the thousands of a session
 # Claude Code 2.1.332 lowers a higher `max_tokens` to this when it asks for a whole answer after a stream that
 # broke, so limits above this count as equal.
-_WHOLE_TOKENS: Final = 64_000
+_MAX_COUNTED_TOKENS: Final = 64_000
 
 
 def request_key(request: ModelRequest, operation: str) -> str:
@@ -27,7 +27,7 @@ def request_key(request: ModelRequest, operation: str) -> str:
     """
     conversation, sampling = request.conversation, request.sampling
     if sampling.max_tokens is not None:
-        sampling = evolve(sampling, max_tokens=min(sampling.max_tokens, _WHOLE_TOKENS))
+        sampling = evolve(sampling, max_tokens=min(sampling.max_tokens, _MAX_COUNTED_TOKENS))
     # Server processors have instructions for SHA-256, with which it takes half the time of blake2b.
     digest = sha256(
         _asked(request, sampling, operation).encode(errors="surrogatepass"), usedforsecurity=False

@@ -36,7 +36,7 @@ class ResumedSession:
     begun: bool = field(default=False, init=False)  # whether the recorded request was made again
     refused: ForkError | None = field(default=None, init=False)
 
-    def unmarked(self, request: ModelRequest) -> ModelRequest:
+    def strip_marker(self, request: ModelRequest) -> ModelRequest:
         """The request without the resume marker, and without what its harness put around it."""
         conversation = request.conversation
         kept = without_marker(conversation.messages)

@@ -25,7 +25,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, TurnState, VersionSpan
-from polarnode.gateway.call_events import PromptRendered, Requested
+from polarnode.gateway.call_events import PromptRendered, RequestReceived
 from polarnode.merge.attach import Plan
 from polarnode.merge.figures import new_messages_of
 from polarnode.merge.token_extras import CallExtras, turn_extras
@@ -35,7 +35,7 @@ from polarnode.tokens.parser import ParsedAnswer
 # The number of notes on one request in its turn, and the characters of each. The requests of ten harnesses
 # have fewer than ten notes.
 NOTES: Final = 100
-NOTE_CHARS: Final = 500
+MAX_NOTE_CHARS: Final = 500
 
 
 class AnswerParser(Protocol):
@@ -87,14 +87,14 @@ class Sample:
     answer: Answer | None = field(default=None, init=False)
     # The deltas of the resumed prefix. They are sent with the first chunk, which has the count of cached
     # tokens.
-    _unshown: list[Delta] = field(factory=list, init=False)
+    _unsent_deltas: list[Delta] = field(factory=list, init=False)
     # The id after which a constraint begins: the end of a thought that the prompt opened.
     constraint_after: int | None = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.constraint_after = self.parser.thought_end
         if self.resumed_prefix:
-            self._unshown = self.parser.feed(self.resumed_prefix)
+            self._unsent_deltas = self.parser.feed(self.resumed_prefix)
 
     @property
     def at_end(self) -> FinishReason | None:
@@ -135,15 +135,15 @@ class Sample:
         if chunk.routed is not None:
             # The last token has no experts, because nothing was computed from it.
             self.routed = chunk.routed.between(0, len(self.rendered.prompt) + len(self.ids) - 1)
-        if self._unshown:
-            deltas, self._unshown = joined([*self._unshown, *deltas]), []
+        if self._unsent_deltas:
+            deltas, self._unsent_deltas = joined([*self._unsent_deltas, *deltas]), []
         return deltas
 
     def finish(self, reason: FinishReason) -> list[Delta]:
         """End the sample. Returns the deltas that are not sent yet."""
         finished = self.parser.finish(reason)
         self.answer = finished.answer
-        return [*self._unshown, *finished.deltas]
+        return [*self._unsent_deltas, *finished.deltas]
 
     def usage(self) -> Usage:
         """The usage reported to the client: a resumed prefix counts as completion."""
@@ -197,7 +197,9 @@ def request_ids(call_id: str, count: int) -> Iterator[str]:
         yield blake2b(f"{call_id}.{choice}".encode(), digest_size=16).hexdigest()
 
 
-def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapter: str = "") -> GenerateOrder:
+def make_order(
+    sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapter: str = ""
+) -> GenerateOrder:
     """The order for the engine to generate a sample."""
     return GenerateOrder(
         request_id=sample.request_id,
@@ -215,7 +217,9 @@ def order_of(sample: Sample, *, stop_ids: tuple[int, ...], affinity: str, adapte
     )
 
 
-def turn_of(sample: Sample, requested: Requested, *, session_id: str, state: TurnState, at: float) -> Turn:
+def turn_of(
+    sample: Sample, requested: RequestReceived, *, session_id: str, state: TurnState, at: float
+) -> Turn:
     """The turn of a sample that ended. A turn without a sampled token has no answer, so that no request
     extends it.
 
@@ -280,6 +284,8 @@ def _notes(sample: Sample) -> Iterator[str]:
 
 def _first(lines: Sequence[str]) -> Iterator[str]:
     """The first lines, shortened, and how many follow. A client may cause hundreds of thousands of lines."""
-    yield from (line if len(line) <= NOTE_CHARS else line[:NOTE_CHARS] + "…" for line in lines[:NOTES])
+    yield from (
+        line if len(line) <= MAX_NOTE_CHARS else line[:MAX_NOTE_CHARS] + "…" for line in lines[:NOTES]
+    )
     if len(lines) > NOTES:
         yield f"{len(lines) - NOTES} more"

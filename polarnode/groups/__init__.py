@@ -1,26 +1,26 @@
 """Groups of sessions for trainers: which sessions are usable, when a group is complete, and their advantages.
 
-Pure. A session counts once, however many rows it became; a session lost to the machine counts as nothing, not
-as a failure of the agent.
+Pure. A session counts once, however many rows it became. A session that was lost to the machine does not
+count at all, because it is no failure of the agent.
 """
 
 from polarnode.core.task import ForkPolicy
 from polarnode.groups.group import (
-    EARLY_STOP,
-    NOT_FORKED,
-    STALE,
-    Facts,
+    EARLY_STOP_REASON,
+    NOT_FORKED_REASON,
+    STALE_REASON,
     Group,
     GroupState,
     Member,
+    SessionFacts,
     facts_of,
     group_json,
     judged,
     judged_again,
     lost_to_the_machine,
-    member_of,
+    make_member,
     read_group,
-    stamped,
+    stamp_staleness,
     stopped_early,
     updates_behind,
     with_rewards,
@@ -38,11 +38,10 @@ from polarnode.groups.training_rows import (
 from polarnode.groups.trees import TreeCredit, forests_of, tree_rows_of
 
 __all__ = [
-    "EARLY_STOP",
-    "NOT_FORKED",
-    "STALE",
+    "EARLY_STOP_REASON",
+    "NOT_FORKED_REASON",
+    "STALE_REASON",
     "Estimator",
-    "Facts",
     "ForkPolicy",
     "Group",
     "GroupState",
@@ -50,6 +49,7 @@ __all__ = [
     "Member",
     "Row",
     "SessionDifference",
+    "SessionFacts",
     "TreeCredit",
     "advantages_of",
     "facts_of",
@@ -60,10 +60,10 @@ __all__ = [
     "judged_again",
     "leave_one_out",
     "lost_to_the_machine",
-    "member_of",
+    "make_member",
     "read_group",
     "rows_of",
-    "stamped",
+    "stamp_staleness",
     "stopped_early",
     "tree_rows_of",
     "updates_behind",

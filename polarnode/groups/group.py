@@ -1,10 +1,11 @@
 """A finished group: its members, which of them are usable, how stale they are, and its JSON.
 
-Pure. `judged` decides what a group came to, `group_json` and `read_group` write and read the stream's `group`
-event. A member is usable for what can be learned from it, never for its status: a harness that failed or ran
-out of time is usable if it was scored; a session lost to the machine counts as nothing. A weight version is a
-name: equal names are equal weights, and a name that is not in the history has no staleness. Fields of the
-event are added and never renamed; readers ignore unknown fields and accept events of older journals.
+Pure. `judged` decides the state of a group. `group_json` and `read_group` write and read the stream's `group`
+event. A member is usable if something can be learned from it, whatever its status: a session whose harness
+failed or ran out of time is usable if it was scored, and a session that was lost to the machine does not
+count. A weight version is a name. Equal names are equal weights, and a name that is not in the history has no
+staleness. Fields of the event are added and never renamed. Readers ignore unknown fields and accept events of
+older journals.
 """
 
 from collections import Counter
@@ -22,17 +23,18 @@ from polarnode.core.trajectory import UNKNOWN_VERSION, Outcome, Status, Trajecto
 
 # ── group ─────────────────────────────────────────────────────────────────────────────────────────
 
-# complete: every place is usable. partial: enough are. early: it was stopped when enough were usable.
-# dropped: unusable; `reason` has the reason.
+# "complete": every place is usable. "partial": enough places are usable. "early": the group was stopped when
+# enough were usable. "dropped": the group is unusable, and `reason` says why.
 GroupState = Literal["complete", "partial", "early", "dropped"]
 
 
 @frozen(kw_only=True)
 class Member:
-    """One place of a group: the session that finally held it. `why` is the reason it is unusable, None if it
-    is usable.
+    """One place of a group: the session that finally held it. `why` is the reason why it is unusable, or None
+    if it is usable.
 
-    `stale`: it is further behind than the task's `max_staleness`, whether that makes it unusable or not.
+    `stale` says that it is further behind than the task's `max_staleness`, whether that makes it unusable or
+    not.
     """
 
     session_id: str
@@ -55,14 +57,15 @@ class Group:
     members: tuple[Member, ...]
     trajectories: tuple[Trajectory, ...] = ()
     reason: str | None = None
-    # what its task asked of it, so that it can be judged again; None of an event that does not say
+    # The task's requirements, so that the group can be judged again. None for an event that lacks them.
     requires: GroupSpec | None = field(default=None, eq=False, repr=False)
-    # how the stream that gave it acknowledges it: no part of what the group is
+    # It acknowledges the group at the stream that gave it, and is no part of the group's value.
     _acknowledge: Callable[[], Any] | None = field(default=None, eq=False, repr=False)
 
     def ack(self) -> Any:
-        """Acknowledge the group for the consumer whose stream gave it: call it when the optimizer step is
-        done. Of an asynchronous client it is awaited. Raises Refused where no consumer can be acknowledged.
+        """Acknowledge the group for the consumer whose stream gave it. Call this when the optimizer step is
+        done. With an asynchronous client, await the result. Raises Refused if there is no consumer to
+        acknowledge it for.
         """
         if self._acknowledge is None:
             raise Refused(
@@ -73,7 +76,7 @@ class Group:
 
     @property
     def usable(self) -> tuple[Trajectory, ...]:
-        """The trajectories to train on; none of a dropped group."""
+        """The trajectories to train on; a dropped group has none."""
         if self.state == "dropped":
             return ()
         wanted = {member.session_id for member in self.members if member.usable}
@@ -81,7 +84,9 @@ class Group:
 
     @property
     def tree(self) -> bool:
-        """Whether some of its sessions are forks of its others: one mean reward is no baseline of all."""
+        """Whether some of its sessions are forks of others of its sessions. One mean reward is then no
+        baseline for all of them.
+        """
         names = {member.session_id for member in self.members}
         forks = (each.forked_from for each in self.trajectories)
         return any(fork is not None and fork.session_id in names for fork in forks)
@@ -92,7 +97,9 @@ class Group:
 
 
 def check_flat(group: Group) -> None:
-    """Raise Refused for a group that is a tree, where sessions are compared with the mean of their group."""
+    """Raise Refused for a group that is a tree. Call this where sessions are compared with the mean of their
+    group.
+    """
     if group.tree:
         raise Refused(
             f"group {group.group_id} is a tree (group.fork): a fork is compared with the sessions of its"
@@ -102,22 +109,22 @@ def check_flat(group: Group) -> None:
 
 # ── usable members ────────────────────────────────────────────────────────────────────────────────
 
-# Boundaries whose faults are the machine's. Not `journal`, whose writer retries, nor `laws` (violated
-# invariants): the same tokens would violate them again.
+# The boundaries whose faults are the machine's. `journal` is not among them, because its writer retries.
+# Neither is `laws` (violated invariants), because the same tokens would violate them again.
 MACHINE: Final = frozenset({"runtime", "engine", "node"})
-STALE: Final = "stale"  # first word of the reason of a member that is too far behind
-# first words of the reason of a session that was ended because its group had enough
-EARLY_STOP: Final = "early stop"
-# first words of the reason of a fork of a tree that never began, because its root has no state to fork
-NOT_FORKED: Final = "not forked"
+STALE_REASON: Final = "stale"  # the first word of the reason of a member that is too far behind
+# The first words of the reason of a session that was ended because its group had enough.
+EARLY_STOP_REASON: Final = "early stop"
+# The first words of the reason of a tree's fork that never began because its root has no state to fork.
+NOT_FORKED_REASON: Final = "not forked"
 
 
-STANDARD: Final = GroupSpec()
+DEFAULT_GROUP_SPEC: Final = GroupSpec()
 
 
 @frozen(kw_only=True)
-class Facts:
-    """Facts of a finished session. `trainable_tokens` is None in journals that did not count them."""
+class SessionFacts:
+    """Facts of a finished session. `trainable_tokens` is None if its journal did not count them."""
 
     session_id: str
     sample_index: int
@@ -127,9 +134,9 @@ class Facts:
     staleness: int | None = None
 
 
-def facts_of(trajectory: Trajectory) -> Facts:
+def facts_of(trajectory: Trajectory) -> SessionFacts:
     """The facts of a session, from its trajectory."""
-    return Facts(
+    return SessionFacts(
         session_id=trajectory.session_id,
         sample_index=trajectory.sample_index,
         outcome=trajectory.outcome,
@@ -146,15 +153,15 @@ def lost_to_the_machine(outcome: Outcome) -> bool:
 
 def stopped_early(outcome: Outcome) -> bool:
     """Whether a session was ended, or never begun, because its group had enough."""
-    return outcome.status == "cancelled" and (outcome.reason or "").startswith(EARLY_STOP)
+    return outcome.status == "cancelled" and (outcome.reason or "").startswith(EARLY_STOP_REASON)
 
 
 def not_forked(outcome: Outcome) -> bool:
-    """Whether a session is a fork of a tree that never began."""
-    return outcome.status == "cancelled" and (outcome.reason or "").startswith(NOT_FORKED)
+    """Whether a session is a tree's fork that never began."""
+    return outcome.status == "cancelled" and (outcome.reason or "").startswith(NOT_FORKED_REASON)
 
 
-def member_of(spec: GroupSpec, facts: Facts) -> Member:
+def make_member(spec: GroupSpec, facts: SessionFacts) -> Member:
     """A session as its group counts it."""
     why = _why_not(spec, facts)
     return Member(
@@ -169,10 +176,10 @@ def member_of(spec: GroupSpec, facts: Facts) -> Member:
     )
 
 
-def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: str) -> Group:
+def judged(spec: GroupSpec, facts: Iterable[SessionFacts], *, task_id: str, group_id: str) -> Group:
     """The group whose places ended with these sessions."""
     ordered = sorted(facts, key=lambda each: each.sample_index)
-    members = tuple(member_of(spec, each) for each in ordered)
+    members = tuple(make_member(spec, each) for each in ordered)
     early = sum(stopped_early(each.outcome) for each in ordered)
     state, reason = _state(spec, members, early)
     return Group(
@@ -180,10 +187,10 @@ def judged(spec: GroupSpec, facts: Iterable[Facts], *, task_id: str, group_id: s
     )
 
 
-def with_rewards(group: Group, rewards: Iterable[RewardEvent], spec: GroupSpec = STANDARD) -> Group:
-    """The group with the last reward that later evaluations gave each of its sessions: its members, its
-    trajectories' traces and turns, and its state, as if it had been the first. `spec`: what its task requires
-    of a group.
+def with_rewards(group: Group, rewards: Iterable[RewardEvent], spec: GroupSpec = DEFAULT_GROUP_SPEC) -> Group:
+    """The group with the last reward that later evaluations gave to each of its sessions. Its members, its
+    trajectories' traces and turns, and its state are as if that had been the first reward. `spec` is what its
+    task requires of a group.
 
     A failed evaluation changes nothing. Rewards of other groups' sessions are left out.
     """
@@ -191,29 +198,31 @@ def with_rewards(group: Group, rewards: Iterable[RewardEvent], spec: GroupSpec =
     last = {each.session_id: each for each in sorted(given, key=lambda each: each.n)}
     known = {each.session_id: facts_of(each) for each in group.trajectories}
     members = tuple(
-        _rescored(spec, member, known.get(member.session_id), last.get(member.session_id))
+        _rescore_member(spec, member, known.get(member.session_id), last.get(member.session_id))
         for member in group.members
     )
-    early = sum(member.why == EARLY_STOP for member in members)
+    early = sum(member.why == EARLY_STOP_REASON for member in members)
     state, reason = _state(spec, members, early)
-    trajectories = (_with_reward(each, last.get(each.session_id)) for each in group.trajectories)
+    trajectories = (_replace_reward(each, last.get(each.session_id)) for each in group.trajectories)
     return evolve(group, members=members, state=state, reason=reason, trajectories=tuple(trajectories))
 
 
-def _rescored(spec: GroupSpec, member: Member, facts: Facts | None, given: RewardEvent | None) -> Member:
+def _rescore_member(
+    spec: GroupSpec, member: Member, facts: SessionFacts | None, given: RewardEvent | None
+) -> Member:
     if given is None:
         return member
-    facts = facts or Facts(
+    facts = facts or SessionFacts(
         session_id=member.session_id,
         sample_index=member.sample_index,
         outcome=Outcome(status=member.status),
         reward=None,
         staleness=member.staleness,
     )
-    return member_of(spec, evolve(facts, reward=given.reward))
+    return make_member(spec, evolve(facts, reward=given.reward))
 
 
-def _with_reward(trajectory: Trajectory, given: RewardEvent | None) -> Trajectory:
+def _replace_reward(trajectory: Trajectory, given: RewardEvent | None) -> Trajectory:
     if given is None or given.reward is None:
         return trajectory
     verdict = Verdict(
@@ -228,7 +237,7 @@ def _with_reward(trajectory: Trajectory, given: RewardEvent | None) -> Trajector
 # ── reasons and states ────────────────────────────────────────────────────────────────────────────
 
 
-def _is_stale(spec: GroupSpec, facts: Facts) -> bool:
+def _is_stale(spec: GroupSpec, facts: SessionFacts) -> bool:
     return (
         spec.max_staleness is not None
         and facts.staleness is not None
@@ -236,14 +245,14 @@ def _is_stale(spec: GroupSpec, facts: Facts) -> bool:
     )
 
 
-def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
-    """The reason a session is unusable. Each begins with a word of its own, and a colon where there is more:
-    reasons are counted by it.
+def _why_not(spec: GroupSpec, facts: SessionFacts) -> str | None:
+    """The reason why a session is unusable; None if it is usable. Reasons are counted by their first words,
+    so each begins with words of its own, followed by a colon where there is more.
     """
     if stopped_early(facts.outcome):
-        return EARLY_STOP
+        return EARLY_STOP_REASON
     if not_forked(facts.outcome):
-        return NOT_FORKED
+        return NOT_FORKED_REASON
     if lost_to_the_machine(facts.outcome):
         return f"lost to the machine: {facts.outcome.boundary or 'node'}"
     if facts.reward is None:
@@ -251,12 +260,12 @@ def _why_not(spec: GroupSpec, facts: Facts) -> str | None:
     if facts.trainable_tokens == 0:
         return "no trainable token"
     if _is_stale(spec, facts) and spec.stale == "drop":
-        return _too_old(spec, facts.staleness)
+        return _stale_reason(spec, facts.staleness)
     return None
 
 
-def _too_old(spec: GroupSpec, staleness: int | None) -> str:
-    return f"{STALE}: {staleness} weight updates behind, {spec.max_staleness} are allowed"
+def _stale_reason(spec: GroupSpec, staleness: int | None) -> str:
+    return f"{STALE_REASON}: {staleness} weight updates behind, {spec.max_staleness} are allowed"
 
 
 def _state(spec: GroupSpec, members: Sequence[Member], early: int) -> tuple[GroupState, str | None]:
@@ -268,12 +277,12 @@ def _state(spec: GroupSpec, members: Sequence[Member], early: int) -> tuple[Grou
     if spec.drop_uniform_reward and len(set(usable)) == 1:
         return "dropped", f"uniform reward: {counted}, each with {usable[0]:g}"
     if early:
-        return "early", f"{EARLY_STOP}: {counted} ({missing})"
+        return "early", f"{EARLY_STOP_REASON}: {counted} ({missing})"
     return ("partial", f"some are missing: {counted} ({missing})") if missing else ("complete", None)
 
 
 def _missing(members: Sequence[Member]) -> str:
-    """How many members are unusable, by the word their reason begins with."""
+    """How many members are unusable, by the words with which their reasons begin."""
     words = Counter(member.why.partition(":")[0] for member in members if member.why is not None)
     return ", ".join(f"{count} {word}" for word, count in words.items())
 
@@ -281,18 +290,19 @@ def _missing(members: Sequence[Member]) -> str:
 # ── staleness ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def stamped(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
-    """The trajectory of a session that has just ended, with its staleness. `history`: the versions that were
-    served, oldest first; the last is served now.
+def stamp_staleness(trajectory: Trajectory, history: Sequence[str]) -> Trajectory:
+    """The trajectory of a session that has just ended, with its staleness. `history` are the versions that
+    were served, the oldest first; the last is served now.
     """
     return evolve(trajectory, staleness=updates_behind(trajectory, history))
 
 
 def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
-    """Weight updates between the session's oldest sampled token and the last of `history`. None when no
-    token's version is in it, or one is unknown. What a fork inherited was sampled, and counts, in its parent.
+    """The number of weight updates between the session's oldest sampled token and the last version of
+    `history`. None if no token's version is in `history`, or one is unknown. Tokens that a fork inherited
+    were sampled in its parent, and count only there.
 
-    For a version that was served more than once, the last time counts: a rollback made its tokens fresh
+    If a version was served more than once, the last time counts, because a rollback made its tokens fresh
     again.
     """
     behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
@@ -308,28 +318,29 @@ def updates_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None
 
 
 def judged_again(group: Group, histories: Iterable[Sequence[str]]) -> Group:
-    """The group when it is delivered: its members' staleness is what it is now, and those that its task's
-    `max_staleness` forbids are unusable or marked, as if the group had ended now.
+    """The group as it is when it is delivered, judged as if it had ended now. Its members have their present
+    staleness, and those that its task's `max_staleness` forbids are unusable or marked.
 
-    `histories`: the versions that the node served, oldest first, of its weights and of each adapter. A member
-    without a trajectory, or whose versions are in none of them, stays as it is; none becomes fresher.
+    `histories` are the versions that the node served of its weights and of each adapter, the oldest first. A
+    member without a trajectory, or whose versions are in none of them, stays as it is. No member becomes
+    fresher.
     """
     spec = group.requires
     if spec is None or spec.max_staleness is None:
         return group
     known = [tuple(each) for each in histories]
     held = {each.session_id: each for each in group.trajectories}
-    members = tuple(_aged(spec, member, held.get(member.session_id), known) for member in group.members)
+    members = tuple(_age_member(spec, member, held.get(member.session_id), known) for member in group.members)
     if [each.usable for each in members] == [each.usable for each in group.members]:
         return evolve(group, members=members)
-    early = sum(member.why == EARLY_STOP for member in members)
+    early = sum(member.why == EARLY_STOP_REASON for member in members)
     state, reason = _state(spec, members, early)
     if group.state == "dropped":
         state, reason = group.state, group.reason
     return evolve(group, members=members, state=state, reason=reason)
 
 
-def _aged(
+def _age_member(
     spec: GroupSpec, member: Member, trajectory: Trajectory | None, histories: Sequence[Sequence[str]]
 ) -> Member:
     if trajectory is None:
@@ -342,11 +353,13 @@ def _aged(
     found = evolve(member, staleness=age, stale=_is_stale(spec, facts))
     if not (member.usable and found.stale and spec.stale == "drop"):
         return found
-    return evolve(found, usable=False, why=_too_old(spec, age))
+    return evolve(found, usable=False, why=_stale_reason(spec, age))
 
 
 def _trained_behind(trajectory: Trajectory, history: Sequence[str]) -> int | None:
-    """As `updates_behind`, from the rows of a session, whose turns a reader of groups does not have."""
+    """Like `updates_behind`, but from the rows of a session, because a reader of groups does not have its
+    turns.
+    """
     behind = {version: len(history) - 1 - index for index, version in enumerate(history)}
     sampled = {
         span.version
@@ -363,7 +376,7 @@ def _trained_behind(trajectory: Trajectory, history: Sequence[str]) -> int | Non
 
 
 def group_json(group: Group) -> dict[str, Json]:
-    """The body of the `group` event; trajectories have events of their own."""
+    """The body of the `group` event. Trajectories have events of their own."""
     return {
         "task_id": group.task_id,
         "group_id": group.group_id,
@@ -395,13 +408,13 @@ class GroupShape:
 
 
 def read_group(value: Json, trajectories: Iterable[Trajectory] = ()) -> Group:
-    """The group in an event's body, with those of `trajectories` that are its members'. Refused, with a path,
-    for any other body.
+    """The group in an event's body, with those of `trajectories` that belong to its members. Raises Refused,
+    with a path, for any other body.
     """
     shape = structure(value, GroupShape)
     places = {each.session_id: each.sample_index for each in shape.sessions}
     ours = {each.session_id: each for each in trajectories if each.session_id in places}
-    group = _of_an_old_journal(shape) if shape.state is None else _group(shape, shape.state)
+    group = _old_journal_group(shape) if shape.state is None else _group(shape, shape.state)
     return group.holding(sorted(ours.values(), key=lambda each: places[each.session_id]))
 
 
@@ -417,12 +430,12 @@ def _group(shape: GroupShape, state: GroupState) -> Group:
     )
 
 
-def _of_an_old_journal(shape: GroupShape) -> Group:
+def _old_journal_group(shape: GroupShape) -> Group:
     """The group of an event before journal version 4. Such events have statuses and rewards only, and are
     judged by those and a task's defaults.
     """
     facts = (
-        Facts(
+        SessionFacts(
             session_id=each.session_id,
             sample_index=each.sample_index,
             outcome=Outcome(status=each.status),

@@ -5,10 +5,10 @@ of that token; the batch may be cut into micro-batches anywhere. Invariants: how
 and slices changes no token's weight; equal rewards, and a single reward, give advantages of exactly 0.
 
 Sources. `leave_one_out`: Kool, van Hoof, Welling, "Buy 4 REINFORCE samples, get a baseline for free" (2019),
-for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). `grpo`: Shao et al.,
+and for language models Ahmadian et al., "Back to basics" (RLOO, arXiv 2402.14740). `grpo`: Shao et al.,
 "DeepSeekMath" (arXiv 2402.03300). `grpo_without_std`: Liu et al., "Understanding R1-Zero-like training" (Dr.
-GRPO, arXiv 2503.20783), as a division by the spread favours tasks that are nearly always solved or nearly
-never. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
+GRPO, arXiv 2503.20783), because a division by the spread favours tasks that are nearly always or nearly never
+solved. `token_mean`: Yu et al., "DAPO" (arXiv 2503.14476). `session_mean`: GRPO's mean over samples of the
 mean over tokens, where a sample is a session. `fixed_length`: Dr. GRPO. Rewards of turns: DeepSeekMath's
 process supervision. `teacher_advantages`: Lu and Thinking Machines Lab, "On-policy distillation" (2025).
 """
@@ -28,12 +28,14 @@ from polarnode.groups.group import Group, check_flat, judged_again
 # ── advantages ────────────────────────────────────────────────────────────────────────────────────
 
 Estimator = Literal["leave_one_out", "grpo", "grpo_without_std"]
-EPSILON: Final = 1e-6  # added to the spread, as verl does: rewards that differ by rounding alone stay near 0
+# This is added to the spread, as verl does, so that advantages stay near 0 where rewards differ by rounding
+# alone.
+SPREAD_EPSILON: Final = 1e-6
 
 
 @frozen(kw_only=True)
 class Scale:
-    """What a session's rewards are compared with."""
+    """The baseline and the spread with which a session's rewards are compared."""
 
     baseline: float
     spread: float = 1.0
@@ -43,7 +45,7 @@ class Scale:
 
 
 def leave_one_out(rewards: Sequence[float]) -> tuple[float, ...]:
-    """A_i = r_i - mean of the others: the baseline does not depend on what session i did, so the gradient has
+    """A_i = r_i - mean of the others. The baseline does not depend on what session i did, so the gradient has
     no bias.
     """
     return advantages_of(rewards, "leave_one_out")
@@ -62,31 +64,31 @@ def advantages_of(rewards: Sequence[float], estimator: Estimator) -> tuple[float
 
 
 def scales(rewards: Sequence[float], estimator: Estimator) -> tuple[Scale, ...]:
-    """The baseline and spread for each session's rewards; rewards of its lineages use the same."""
-    mean = mean_of(rewards)
+    """The baseline and spread for each session's rewards. Rewards of its lineages use the same ones."""
+    mean = exact_mean(rewards)
     match estimator:
         case "leave_one_out":
             others = max(len(rewards) - 1, 1)
             return tuple(Scale(baseline=mean - (reward - mean) / others) for reward in rewards)
         case "grpo":
-            return tuple(Scale(baseline=mean, spread=spread_of(rewards)) for _ in rewards)
+            return tuple(Scale(baseline=mean, spread=reward_spread(rewards)) for _ in rewards)
         case "grpo_without_std":
             return tuple(Scale(baseline=mean) for _ in rewards)
     assert_never(estimator)
 
 
-def mean_of(rewards: Sequence[float]) -> float:
-    """The mean; 0 for no values, exactly the value when all are equal."""
+def exact_mean(rewards: Sequence[float]) -> float:
+    """The mean. It is 0 for no values, and exactly the value if all are equal."""
     if not rewards or min(rewards) == max(rewards):
         return rewards[0] if rewards else 0.0
     return fsum(rewards) / len(rewards)
 
 
-def spread_of(rewards: Sequence[float]) -> float:
-    """1 where there is none."""
-    mean = mean_of(rewards)
+def reward_spread(rewards: Sequence[float]) -> float:
+    """The sample's standard deviation plus EPSILON, or 1 if the rewards are equal."""
+    mean = exact_mean(rewards)
     squares = fsum((reward - mean) ** 2 for reward in rewards)
-    return sqrt(squares / (len(rewards) - 1)) + EPSILON if squares > 0 else 1.0
+    return sqrt(squares / (len(rewards) - 1)) + SPREAD_EPSILON if squares > 0 else 1.0
 
 
 # ── training rows ─────────────────────────────────────────────────────────────────────────────────
@@ -96,9 +98,9 @@ LossMean = Literal["token_mean", "session_mean", "fixed_length"]
 
 @frozen(kw_only=True)
 class Row:
-    """One trace with something to train. `weight` applies to each of its trained tokens; `turns` are
-    the advantages of turns that have their own, by turn number. `turn_weights` are the weights of turns that
-    differ in theirs, as in trees: `weight` is then their mean over the row's trained tokens.
+    """One trace with something to train. `weight` applies to each of its trained tokens. `turns` maps turns
+    that have their own advantage to it. `turn_weights` maps turns to their weights if these differ, as in
+    trees; `weight` is then the mean over the row's trained tokens.
     """
 
     session_id: str
@@ -110,23 +112,23 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """The number of trained tokens. A trainer whose loss is a mean over a row's tokens multiplies
-        it by `weight * tokens`.
+        """The number of trained tokens. A trainer whose loss is a mean over a row's tokens multiplies that
+        loss by `weight * tokens`.
         """
         return self.trace.loss_mask.count(1)
 
     @property
     def advantages(self) -> "array[float]":
-        """float32[T], 0 where the mask is 0."""
+        """The advantage of each token: float32[T], 0 where the mask is 0."""
         return self._by_turn(self.advantage, self.turns)
 
     @property
     def weights(self) -> "array[float]":
-        """float32[T], 0 where the mask is 0: what each token's loss is multiplied by."""
+        """The factor of each token's loss: float32[T], 0 where the mask is 0."""
         return self._by_turn(self.weight, self.turn_weights)
 
     def _by_turn(self, value: float, turns: Mapping[int, float]) -> "array[float]":
-        """float32[T]: `value` at each trained token, or that of its turn."""
+        """`value` at each trained token, or the value of the token's turn: float32[T], 0 elsewhere."""
         mask = self.trace.loss_mask
         found = floats(value if trained else 0.0 for trained in mask)
         for span in self.trace.turn_spans:
@@ -139,9 +141,10 @@ class Row:
 
     @property
     def teacher_advantages(self) -> "array[float]":
-        """float32[T], 0 where the mask is 0: the teacher's logprob of each trained token less its own. It is
-        the advantage of on-policy distillation, which descends the reverse KL from the policy to its
-        teacher; added to `advantages`, both are trained. Refused for a row without its teacher's logprobs.
+        """The teacher's logprob of each trained token minus the policy's: float32[T], 0 where the mask is 0.
+        It is the advantage of on-policy distillation, which descends the reverse KL from the policy to its
+        teacher. Add it to `advantages` to train both. Raises Refused for a row without its teacher's
+        logprobs.
         """
         trace = self.trace
         if trace.teacher_logprobs is None:
@@ -162,14 +165,15 @@ def rows_of(
     process: bool = False,
     served: Sequence[str] | None = None,
 ) -> tuple[Row, ...]:
-    """The training rows of a batch of groups, without dropped ones. `length` is for `fixed_length`: the
-    most tokens a session may have, a constant. `served`: the versions that the node has served, oldest first
-    (`client.weights().versions`), for groups that were kept since they were read (`judged_again`).
+    """The training rows of a batch of groups, without dropped ones. `length` is for `fixed_length`: the most
+    tokens that a session may have, a constant. `served` is for groups that were kept since they were read:
+    the versions that the node has served, the oldest first (`client.weights().versions`), by which the groups
+    are judged again (`judged_again`).
 
-    A row's own reward, where it has one, is compared with its session's baseline. With `process`, turns
-    with rewards of their own are compared with all such turns of the group, and a token's advantage is
-    the sum over its turn and the later ones of its session. Refused for a group that is a tree, whose rows
-    are those of `tree_rows_of`.
+    A row's own reward, if it has one, is compared with its session's baseline. With `process`, turns with
+    rewards of their own are compared with all such turns of the group, and a token's advantage is the sum
+    over its turn and the later ones of its session. Raises Refused for a group that is a tree, whose rows are
+    those of `tree_rows_of`.
     """
     groups = tuple(groups if served is None else (judged_again(each, [served]) for each in groups))
     for group in groups:
@@ -200,7 +204,7 @@ def _rows(
         if member.usable and member.reward is not None
     }
     of = dict(zip(rewards, scales(tuple(rewards.values()), estimator), strict=True))
-    turns = _to_go(sessions, estimator) if process else {}
+    turns = _returns_to_go(sessions, estimator) if process else {}
     for session in sessions:
         whose = session.session_id
         for trace in session.traces:
@@ -217,7 +221,7 @@ def _rows(
 
 
 def check_length(loss: LossMean, length: int | None) -> None:
-    """Raise Refused for a length without its loss, and the other way round."""
+    """Raise Refused for a length without `fixed_length`, and for `fixed_length` without a length."""
     if (loss == "fixed_length") != (length is not None and length > 0):
         raise Refused(
             "length is for fixed_length, which needs it: the tokens that a session may have at most, as a"
@@ -243,9 +247,9 @@ def _token_weights(sessions: Sequence[Trajectory], loss: LossMean, length: int |
 # ── turn rewards ──────────────────────────────────────────────────────────────────────────────────
 
 
-def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, dict[int, float]]:
-    """By session and turn: the sum of the normalised rewards of this turn and those after it. Only
-    sessions with such rewards are included.
+def _returns_to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, dict[int, float]]:
+    """The sum of the normalised rewards of a turn and the turns after it, by session and turn. Only sessions
+    with such rewards are included.
     """
     every = {session.session_id: turn_rewards(session) for session in sessions}
     found: dict[str, dict[int, float]] = {}
@@ -261,8 +265,8 @@ def _to_go(sessions: Sequence[Trajectory], estimator: Estimator) -> dict[str, di
 
 
 def turn_rewards(session: Trajectory) -> dict[int, float]:
-    """The turns that have a reward of their own in a trace, each once, however many rows it is in. Those that
-    a fork inherited count in its parent.
+    """The rewards of the turns that have their own in a trace. Each turn occurs once, however many rows it is
+    in. Turns that a fork inherited count in its parent.
     """
     return {
         span.turn: span.reward
@@ -279,9 +283,9 @@ def _turn_scale(session_id: str, every: Mapping[str, Mapping[int, float]], estim
             others = [
                 reward for name, rewards in every.items() if name != session_id for reward in rewards.values()
             ]
-            return Scale(baseline=mean_of(others or together))
+            return Scale(baseline=exact_mean(others or together))
         case "grpo":
-            return Scale(baseline=mean_of(together), spread=spread_of(together))
+            return Scale(baseline=exact_mean(together), spread=reward_spread(together))
         case "grpo_without_std":
-            return Scale(baseline=mean_of(together))
+            return Scale(baseline=exact_mean(together))
     assert_never(estimator)

@@ -1,13 +1,14 @@
 """Advantages and weighted training rows of trees: sessions, their forks, and forks of those.
 
-Pure. A leaf is a usable session with its whole path: the turns it inherited and its own. The leaves through a
-turn are those whose paths have it. A forest is all leaves of one problem, in as many trees as sessions began
-without a fork. A turn's advantage is the mean, over the leaves through it, of each leaf's advantage among the
-leaves it is compared with; `TreeCredit` says which. Only the session that sampled a turn trains it.
+Pure. A leaf is a usable session with its whole path: the turns that it inherited and its own. The leaves
+through a turn are those whose paths have it. A forest is all leaves of one problem, in as many trees as
+sessions began without a fork. A turn's advantage is the mean, over the leaves through it, of each leaf's
+advantage among the leaves with which it is compared; `TreeCredit` says which. Only the session that sampled a
+turn trains it.
 
-Invariants: which continuation of a state is called the session and which its fork moves no token's advantage
-and no weight (where no lineage has a reward of its own); every trained token has one weight; sessions without
-forks have exactly the rows of `rows_of`.
+Invariants: it changes no token's advantage or weight which continuation of a state is called the session and
+which its fork (where no lineage has a reward of its own); every trained token has one weight; sessions
+without forks have exactly the rows of `rows_of`.
 
 Sources. `segment`: Zheng, Wang, Xu, "RTMC" (arXiv 2604.11037), A(s, a) = Q(s, a) - V(s) with both as means of
 returns, without its prior; the action is all turns from one branching state to the next, since every turn
@@ -35,14 +36,15 @@ from polarnode.groups.training_rows import (
     scales,
 )
 
-# What a leaf is compared with, for one of its turns. segment: the leaves of the state in which the turn's
-# unbranched run began. all_leaves: those of the forest. tree_grpo: those of the forest, and of its tree.
+# The leaves with which a leaf is compared, for one of its turns. "segment": the leaves of the state in which
+# the turn's unbranched run began. "all_leaves": the leaves of the forest. "tree_grpo": the leaves of the
+# forest, and those of its tree.
 TreeCredit = Literal["segment", "all_leaves", "tree_grpo"]
 
 
 def forests_of(groups: Iterable[Group]) -> tuple[tuple[Group, ...], ...]:
-    """The groups of a batch, those of forks together with those of the sessions that they fork, in the order
-    of their first groups.
+    """The groups of a batch as forests. Groups of forks are together with those of the sessions that they
+    fork. Forests are in the order of their first groups.
     """
     forests: list[tuple[set[str], list[Group]]] = []
     for group in groups:
@@ -73,12 +75,13 @@ def tree_rows_of(
     """The training rows of a batch of forests, each the groups of one problem (`forests_of`), without dropped
     groups. `estimator`, `loss` and `length` are those of `rows_of`.
 
-    A row's turns may differ in advantage and weight: use `row.advantages` and `row.weights`. With
-    `session_mean` each leaf counts alike, as the mean over the trained tokens of its whole path; a turn that
-    leaves share has the sum of what it weighs in each. Refused where a fork's ancestry is a circle.
+    A row's turns may differ in advantage and weight, so use `row.advantages` and `row.weights`. With
+    `session_mean` all leaves have equal weight, each as the mean over the trained tokens of its whole path. A
+    turn that leaves share has the sum of its weights in each. Raises Refused if a fork's ancestry is a
+    circle.
     """
     batch = [_Forest.of(groups) for groups in forests]
-    weights = _Weights.of(batch, loss, length)
+    weights = _TurnWeights.of(batch, loss, length)
     return tuple(row for forest in batch for row in _rows(forest, credit, estimator, weights))
 
 
@@ -87,8 +90,9 @@ def tree_rows_of(
 
 @define(eq=False)
 class _Forest:
-    """`rewards` of the leaves; `sessions` are those at hand; `forks` the states in which sessions began that
-    inherited a turn; `boundaries` the turns where the leaves through a turn may change.
+    """The leaves of one problem. `rewards` are those of the leaves, and `sessions` the sessions at hand.
+    `forks` are the states in which sessions began that inherited a turn. `boundaries` are the turns at which
+    the leaves through a turn may change.
     """
 
     rewards: Mapping[str, float]
@@ -101,7 +105,7 @@ class _Forest:
     def of(cls, groups: Sequence[Group]) -> "_Forest":
         kept = [group for group in groups if group.state != "dropped"]
         members = [member for group in kept for member in group.members]
-        # of sessions that are not usable too: a usable fork may have begun in one
+        # Sessions that are not usable are included, because a usable fork may have begun in one.
         known = [each for group in groups for each in group.trajectories]
         forks = {
             each.session_id: each.forked_from
@@ -148,7 +152,7 @@ class _Forest:
             case "tree_grpo":
                 tree = self.through(session_id, 0)
                 yield self.leaves
-                if 1 < len(tree) < len(self.leaves):  # one tree is one comparison, not two
+                if 1 < len(tree) < len(self.leaves):  # A forest of one tree is one comparison, not two.
                     yield tree
             case _:
                 assert_never(credit)
@@ -187,14 +191,16 @@ def _check_ancestry(session_id: str, forks: Mapping[str, ForkedFrom]) -> None:
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _rows(forest: _Forest, credit: TreeCredit, estimator: Estimator, weights: "_Weights") -> Iterator[Row]:
+def _rows(
+    forest: _Forest, credit: TreeCredit, estimator: Estimator, weights: "_TurnWeights"
+) -> Iterator[Row]:
     for session in forest.sessions:
         for trace in session.traces:
             trained = _trained(trace)
             if not trained:
                 continue
             turns = {
-                turn: _advantage(forest, session.session_id, turn, trace.reward, credit, estimator)
+                turn: _turn_advantage(forest, session.session_id, turn, trace.reward, credit, estimator)
                 for turn in trained
             }
             weighed = {turn: weights.turn(forest, session.session_id, turn) for turn in trained}
@@ -211,20 +217,20 @@ def _rows(forest: _Forest, credit: TreeCredit, estimator: Estimator, weights: "_
 
 
 def _trained(trace: Trace) -> dict[int, int]:
-    """The trained tokens of each turn of a trace that has some."""
+    """The number of trained tokens of each turn of a trace that has some."""
     counts = {span.turn: trace.loss_mask[span.start : span.end].count(1) for span in trace.turn_spans}
     return {turn: count for turn, count in counts.items() if count}
 
 
 def _joined(values: Mapping[int, float], trained: Mapping[int, int]) -> tuple[float, Mapping[int, float]]:
-    """The value of all turns, or the mean over their tokens and each turn's own."""
+    """The value that all turns have, or the mean over their tokens together with each turn's own value."""
     if len(set(values.values())) == 1:
         return next(iter(values.values())), {}
     total = fsum(values[turn] * count for turn, count in trained.items())
     return total / sum(trained.values()), values
 
 
-def _advantage(
+def _turn_advantage(
     forest: _Forest,
     session_id: str,
     turn: int,
@@ -232,8 +238,8 @@ def _advantage(
     credit: TreeCredit,
     estimator: Estimator,
 ) -> float:
-    """The advantage of a turn that the session sampled. `own`: the reward of its row, where it has one; it is
-    that of this leaf alone.
+    """The advantage of a turn that the session sampled. `own` is the reward of its row, if it has one, and
+    replaces the reward of this leaf alone.
     """
     leaves = forest.through(session_id, turn)
     rewards = {leaf: forest.rewards[leaf] for leaf in leaves}
@@ -243,7 +249,7 @@ def _advantage(
     found = 0.0
     for compared in forest.compared(session_id, turn, credit):
         if compared == leaves and not lineage:
-            continue  # advantages of a whole set sum to 0, but for rounding
+            continue  # The advantages of a whole set sum to 0, but for rounding.
         scale = forest.scales(compared, estimator)
         found += fsum(scale[leaf].of(reward) for leaf, reward in rewards.items()) / len(leaves)
     return found
@@ -253,8 +259,8 @@ def _advantage(
 
 
 @define(eq=False)
-class _Weights:
-    """The weight of each trained token of a turn. `lengths`: the trained tokens on each leaf's path."""
+class _TurnWeights:
+    """The weight of each trained token of a turn. `lengths` are the trained tokens on each leaf's path."""
 
     loss: LossMean
     length: int
@@ -263,7 +269,7 @@ class _Weights:
     lengths: Mapping[str, int]
 
     @classmethod
-    def of(cls, batch: Sequence[_Forest], loss: LossMean, length: int | None) -> "_Weights":
+    def of(cls, batch: Sequence[_Forest], loss: LossMean, length: int | None) -> "_TurnWeights":
         check_length(loss, length)
         sessions = [session for forest in batch for session in forest.sessions]
         lengths: dict[str, int] = {}
@@ -287,7 +293,7 @@ class _Weights:
     def turn(self, forest: _Forest, session_id: str, turn: int) -> float:
         if self.loss == "token_mean":
             return 1 / max(self.tokens, 1)
-        # leaves at hand: others have no tokens in this batch
+        # Only leaves at hand count, because others have no tokens in this batch.
         through = [leaf for leaf in forest.through(session_id, turn) if leaf in self.lengths]
         if self.loss == "fixed_length":
             return len(through) / (self.leaves * self.length)
@@ -295,8 +301,8 @@ class _Weights:
 
 
 def _path_length(forest: _Forest, leaf: str, trained: Mapping[str, Mapping[int, int]]) -> int:
-    """The trained tokens on a leaf's path: its own, and those that it inherited, in the sessions that train
-    them.
+    """The number of trained tokens on a leaf's path: its own, and those that it inherited, as the sessions
+    that train them count them.
     """
     total, session_id, below = sum(trained[leaf].values()), leaf, None
     while (fork := forest.forks.get(session_id)) is not None:

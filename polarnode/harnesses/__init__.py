@@ -19,7 +19,7 @@ from polarnode.harnesses import (
 )
 from polarnode.harnesses.harness import Harness
 
-_PROVIDED: tuple[Harness, ...] = (
+_BUILTIN_HARNESSES: tuple[Harness, ...] = (
     claude_code.HARNESS,
     codex.HARNESS,
     gemini_cli.HARNESS,
@@ -32,7 +32,7 @@ _PROVIDED: tuple[Harness, ...] = (
     qwen_code.HARNESS,
     shell.HARNESS,
 )
-HARNESSES = {harness.name: harness for harness in _PROVIDED}
+HARNESSES = {harness.name: harness for harness in _BUILTIN_HARNESSES}
 
 
 def find(spec: HarnessSpec, *, allowed_imports: tuple[str, ...] = ()) -> Harness:

@@ -10,36 +10,37 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import (
     Harness,
     argument,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
+    mcp_server_json,
     model_name,
-    only_settings,
-    server_json,
     skill_files,
 )
 
 VERSION = "2.1.332"
 APIS = ("anthropic",)
-# It writes its conversation every 0.1 s, later on a busy machine. A copy made sooner lacks the last tool's
-# result: 8 of 13 copies made at once did, 1 of 13 after 0.25 s with five times the load that the cores bear.
+# It writes its conversation every 0.1 s, and less often on a busy machine. A copy that is made sooner lacks
+# the last tool's result: 8 of 13 copies did that were made at once, and 1 of 13 after 0.25 s at a load of
+# five times the cores.
 SETTLES_S = 0.4
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`claude -p INSTRUCTION` with all permissions granted: the container is the sandbox."""
-    return _launch(order)
+    return _build_launch(order)
 
 
 def resume(order: HarnessOrder) -> Launch:
-    """The same with `--continue`: the newest conversation of the workdir, with the system prompt that it kept
-    of it.
+    """The same with `--continue`: it continues the newest conversation of the workdir, with the system prompt
+    that it stored with that conversation.
     """
-    return _launch(order, "--continue")
+    return _build_launch(order, "--continue")
 
 
-def _launch(order: HarnessOrder, *flags: str) -> Launch:
-    only_settings(order.settings, ("api", "bare"))
+def _build_launch(order: HarnessOrder, *flags: str) -> Launch:
+    check_setting_names(order.settings, ("api", "bare"))
     choice(order.settings, "api", APIS)
     servers = f"{order.home}/.claude/mcp-servers.json"
     bare = ("--bare",) if order.settings.get("bare") else ()
@@ -48,15 +49,18 @@ def _launch(order: HarnessOrder, *flags: str) -> Launch:
     return Launch(
         argv=("claude", *flags, *bare, *mcp, *fixed, "-p", argument(order.instruction, special=("-", "/"))),
         env=environment(order, _own(order)),
-        files={**({servers: _servers(order)} if mcp else {}), **skill_files(order, ".claude/skills")},
+        files={
+            **({servers: _mcp_servers_file(order)} if mcp else {}),
+            **skill_files(order, ".claude/skills"),
+        },
     )
 
 
-def _servers(order: HarnessOrder) -> bytes:
+def _mcp_servers_file(order: HarnessOrder) -> bytes:
     return json_bytes(
         {
             "mcpServers": {
-                name: server_json(server, kinds=("stdio", "http"))
+                name: mcp_server_json(server, kinds=("stdio", "http"))
                 for name, server in order.mcp_servers.items()
             }
         }

@@ -5,9 +5,9 @@ Measured with 0.171.0. The config defines a provider `local`, because the built-
 first, compacts remotely and adds fields. A context overflow is fatal to Codex, so the true window is set and
 it compacts before that. The model's name decides the tools: an unknown name gives plain functions, `gpt-5.5`
 a freeform `apply_patch`, `gpt-5.6` and above one JavaScript tool. An empty answer ends it with exit code 0. A
-`response.incomplete` ends it with exit code 1 and no further request (measured against a stub that says
-`max_output_tokens`, with text, calls, both and nothing): it runs the calls of that answer first, but their
-results never reach the model. So it is told that an answer with calls ended with them.
+`response.incomplete` ends it with exit code 1 and without a further request (measured against a stub that
+says `max_output_tokens`, with text, with calls, with both and with neither). It runs the calls of that answer
+first, but their results never reach the model. So it is told that an answer with calls ended with its calls.
 """
 
 from polarnode.core.conversation import Json
@@ -16,32 +16,33 @@ from polarnode.core.task import McpServerSpec
 from polarnode.harnesses.harness import (
     Harness,
     argument,
+    check_setting_names,
     choice,
     environment,
     model_name,
-    only_settings,
     skill_files,
     toml_bytes,
 )
 
 VERSION = "0.171.0"
 APIS = ("responses",)
-# share of the window: the summary call, its answer and one more tool result must still fit
-COMPACT_AT = 0.8
+# Codex compacts at this share of the window, so that the summary call, its answer and one more tool result
+# still fit.
+COMPACT_SHARE = 0.8
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`codex exec -- INSTRUCTION` with all permissions granted: the container is the sandbox."""
-    return _launch(order, ("exec",))
+    return _build_launch(order, ("exec",))
 
 
 def resume(order: HarnessOrder) -> Launch:
     """`codex exec resume --last -- INSTRUCTION`: the newest conversation of the workdir."""
-    return _launch(order, ("exec", "resume", "--last"))
+    return _build_launch(order, ("exec", "resume", "--last"))
 
 
-def _launch(order: HarnessOrder, command: tuple[str, ...]) -> Launch:
-    only_settings(order.settings, ("api",))
+def _build_launch(order: HarnessOrder, command: tuple[str, ...]) -> Launch:
+    check_setting_names(order.settings, ("api",))
     choice(order.settings, "api", APIS)
     argv = (
         "codex",
@@ -73,7 +74,7 @@ def _config(order: HarnessOrder) -> dict[str, Json]:
         "model": model_name(order),
         "model_provider": "local",
         "model_context_window": window,
-        "model_auto_compact_token_limit": int(window * COMPACT_AT),
+        "model_auto_compact_token_limit": int(window * COMPACT_SHARE),
         "approval_policy": "never",
         "sandbox_mode": "danger-full-access",
         "check_for_update_on_startup": False,

@@ -12,27 +12,28 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import (
     Harness,
     argument,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
+    mcp_server_json,
     model_name,
-    only_settings,
-    server_json,
     skill_files,
 )
 
 VERSION = "0.61.0"
 APIS = ("gemini", "vertex")
 ASSUMED_WINDOW = 1_048_576  # tokens; it assumes this window for any unknown model
-# share of the window; it estimates from characters before it sends, and the answer must fit too
-COMPACT_AT = 0.7
+# It compresses at this share of the window. It estimates tokens from characters before it sends, and the
+# answer must fit too.
+COMPACT_SHARE = 0.7
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`gemini --prompt=INSTRUCTION` with all permissions granted: the container is the sandbox. Joined by
     `=`, the instruction is never parsed as an option.
     """
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
     argv = (
         "gemini",
@@ -66,10 +67,10 @@ def _config(order: HarnessOrder, api: str) -> dict[str, Json]:
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
         "model": {
-            "compressionThreshold": round(COMPACT_AT * order.endpoint.context_length / ASSUMED_WINDOW, 6)
+            "compressionThreshold": round(COMPACT_SHARE * order.endpoint.context_length / ASSUMED_WINDOW, 6)
         },
         "mcpServers": {
-            name: {**server_json(server, url="httpUrl"), "trust": True}
+            name: {**mcp_server_json(server, url="httpUrl"), "trust": True}
             for name, server in order.mcp_servers.items()
         },
     }

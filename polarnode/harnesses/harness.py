@@ -1,4 +1,4 @@
-"""The harness interface, how the end of a harness is judged, and writers for its config files.
+"""The harness interface, the judgement of how a harness ended, and writers for config files of harnesses.
 
 A harness is an agent program that is never modified. Its module names the image in `runtimes/` that holds it,
 the measured version, the APIs it speaks, whether its exit code is reliable, and how it is launched (argv,
@@ -6,9 +6,10 @@ environment, files). In a new harness: pass no argument through a shell, build t
 turn telemetry and updates off, and leave unsupported features (MCP servers, skills) False, so that tasks that
 need them are refused. The node's own environment never reaches a harness.
 
-A failure after the engine died is the engine's. Measured: pi, openclaw, hermes and gemini_cli exit 0 having
-done nothing; opencode exits 1 after a compaction although its work is done. An exit code is overruled only by
-the recorded turns, and the reason says so. In config files, text of a task is data in every format.
+A failure after the engine died counts as the engine's. Measured: pi, openclaw, hermes and gemini_cli exit
+with 0 when they have done nothing; opencode exits with 1 after a compaction although its work is done. Only
+the recorded turns overrule an exit code, and the reason says so. In config files, text of a task is data in
+every format.
 """
 
 import json
@@ -26,9 +27,9 @@ from polarnode.core.trajectory import Outcome, Turn
 
 # ── harness ────────────────────────────────────────────────────────────────────
 
-# harnesses show their simplest behaviour with an unknown model name (harnesses.md 14.16)
+# Harnesses show their simplest behaviour with an unknown model name.
 DEFAULT_MODEL_NAME = "local-model"
-ARGUMENT_BYTES = 131_071  # Linux's limit for a single argument (MAX_ARG_STRLEN without the NUL)
+MAX_ARGUMENT_BYTES = 131_071  # Linux's limit for a single argument (MAX_ARG_STRLEN without the NUL)
 
 
 @frozen(kw_only=True)
@@ -40,12 +41,12 @@ class Harness:
     may exit with 0 without having done anything, or with 1 after its work is done: then the session's turns
     decide (`exit_outcome`).
 
-    `resume` launches it with the same settings, files and environment in the home and workdir that a session
-    of its own left, so that it goes on with that conversation; the order's instruction is the message that it
-    then adds. None: its pinned version cannot, or its first request is another than the session's next.
-    `settles_s`: seconds after a request until what it keeps of the conversation is in its files.
-    `calls_first`: it does not go on from the calls of an answer that was cut, so it is told that such an
-    answer ended with its calls; other harnesses are told that it was cut.
+    `resume` launches it with the same settings, files and environment in the home and workdir that an earlier
+    session of this harness left, so that it continues that conversation; the order's instruction is the
+    message that it then adds. None: its pinned version cannot resume, or its first request after resuming
+    differs from the session's next one. `settles_s`: seconds after a request until its files hold what it
+    keeps of the conversation. `calls_first`: it does not continue from the calls of an answer that was cut,
+    so it is told that such an answer ended with its calls; other harnesses are told that the answer was cut.
     """
 
     name: str
@@ -67,8 +68,8 @@ def model_name(order: HarnessOrder) -> str:
 
 
 def quiet_environment(order: HarnessOrder) -> dict[str, str]:
-    """What every harness gets: a home, a plain terminal, no telemetry. `environment` merges the task's own
-    `env` over it.
+    """The variables that every harness gets: a home, a plain terminal, no telemetry. `environment` merges the
+    task's own `env` over them.
     """
     return {
         "HOME": order.home,
@@ -91,9 +92,10 @@ def argument(text: str, *, special: tuple[str, ...] = ("-", "@")) -> str:
     """An instruction as a command-line argument. If it begins with a `special` prefix (a flag, file or
     command of the harness), a space is put before it.
     """
-    if len(text.encode()) >= ARGUMENT_BYTES:
+    if len(text.encode()) >= MAX_ARGUMENT_BYTES:
         raise Refused(
-            f"the instruction is longer than the {ARGUMENT_BYTES} bytes a program's argument may have: put it"
+            f"the instruction is longer than the {MAX_ARGUMENT_BYTES} bytes a program's argument may have:"
+            " put it"
             " in a file of the workspace",
             path="$.instruction",
         )
@@ -117,8 +119,8 @@ def choice(settings: Mapping[str, Json], name: str, allowed: tuple[str, ...]) ->
     return value
 
 
-def only_settings(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
-    """Refuse a setting that this harness does not have, so that a misspelt one is never silently ignored."""
+def check_setting_names(settings: Mapping[str, Json], names: tuple[str, ...]) -> None:
+    """Refuse a setting that this harness does not have, so that a misspelt name is never silently ignored."""
     for name in settings:
         if name not in names:
             listed = ", ".join(names) or "none"
@@ -148,16 +150,17 @@ def exit_outcome(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Out
 
 def lost_its_engine(turns: Sequence[Turn]) -> bool:
     """Whether the engine failed the main agent's last call. A failed call that was retried and answered does
-    not count, nor does one that the engine refused because of what the agent asked for.
+    not count, and neither does a call that the engine refused because of what the agent asked for.
     """
-    last = _last_main(turns)
+    last = _last_main_turn(turns)
     return last is not None and last.state == "failed" and not last.refused
 
 
 def _judged(harness: Harness, exit_code: int, turns: Sequence[Turn]) -> Outcome:
-    if harness.exit_code_honest or exit_code == LOST:  # it has not ended by itself, whatever it did before
+    # With a lost exit code the program did not end by itself, whatever it did before.
+    if harness.exit_code_honest or exit_code == LOST:
         return _plain(exit_code)
-    last = _last_main(turns)
+    last = _last_main_turn(turns)
     if exit_code == 0 and (last is None or last.state != "complete"):
         reason = (
             f"{harness.name} ended with exit code 0, but without a whole answer to its last call"
@@ -182,7 +185,7 @@ def _plain(exit_code: int) -> Outcome:
     return Outcome(status="failed", exit_code=exit_code, reason=reason)
 
 
-def _last_main(turns: Sequence[Turn]) -> Turn | None:
+def _last_main_turn(turns: Sequence[Turn]) -> Turn | None:
     """The main agent's last turn. Side calls and sub-agents do not show how the agent ended."""
     return next((turn for turn in reversed(turns) if turn.role == "main"), None)
 
@@ -241,7 +244,7 @@ def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def server_json(
+def mcp_server_json(
     server: McpServerSpec, *, url: str = "url", kinds: tuple[str, str] | None = None
 ) -> dict[str, Json]:
     """An MCP server in the JSON form that most harnesses read. `url` is the harness's key for a streamable

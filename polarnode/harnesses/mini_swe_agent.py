@@ -7,18 +7,28 @@ ended, not only its calls refused.
 """
 
 from polarnode.core.ports import HarnessOrder, Launch
-from polarnode.harnesses.harness import Harness, argument, choice, environment, model_name, only_settings
+from polarnode.harnesses.harness import (
+    Harness,
+    argument,
+    check_setting_names,
+    choice,
+    environment,
+    model_name,
+)
 
 VERSION = "2.4.6"
 APIS = ("openai", "anthropic", "responses", "text")
-CLASSES = {"responses": ("--model-class", "litellm_response"), "text": ("--model-class", "litellm_textbased")}
-# seconds per call, longer than any run budget; by default it gives up after 600 and retries
+MODEL_CLASS_FLAGS = {
+    "responses": ("--model-class", "litellm_response"),
+    "text": ("--model-class", "litellm_textbased"),
+}
+# Seconds per call, longer than any run budget. By default it gives up after 600 and retries.
 CALL_S = 7200
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`mini --task=INSTRUCTION`, unattended. Its own trajectory file is kept in the home, for comparison."""
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
     own = {
         "MSWEA_COST_TRACKING": "ignore_errors",  # mini stops on a model without a price
@@ -39,7 +49,7 @@ def launch(order: HarnessOrder) -> Launch:
         "mini",
         "-m",
         model,
-        *CLASSES.get(api, ()),
+        *MODEL_CLASS_FLAGS.get(api, ()),
         *config,
         *fixed,
         f"--task={argument(order.instruction, special=())}",

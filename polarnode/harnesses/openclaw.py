@@ -11,18 +11,18 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.harnesses.harness import (
     Harness,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
+    mcp_server_json,
     model_name,
-    only_settings,
-    server_json,
     skill_files,
 )
 
 VERSION = "2026.9.6"
-BASES = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "/v1"}
-APIS = tuple(BASES)
+BASE_PATHS = {"openai-completions": "/v1", "openai-responses": "/v1", "anthropic-messages": "/v1"}
+APIS = tuple(BASE_PATHS)
 MAX_REPLY_TOKENS = 8192  # per reply, if the context allows it
 DEADLINE_S = 604800  # a week: longer than any run budget
 
@@ -31,7 +31,7 @@ QUIET = {"OPENCLAW_NO_AUTO_UPDATE": "1", "OPENCLAW_DISABLE_BONJOUR": "1"}
 
 def launch(order: HarnessOrder) -> Launch:
     """`openclaw agent exec --message-file FILE` with all approvals off: the container is the sandbox."""
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     folder, name = f"{order.home}/.openclaw", model_name(order)
     config, message = f"{folder}/openclaw.json", f"{folder}/instruction.md"
     argv = (
@@ -67,13 +67,13 @@ def _config(order: HarnessOrder, name: str, skills: str) -> dict[str, Json]:
             }
         },
         "tools": {"exec": {"security": "full", "ask": "off"}},
-        "models": {"mode": "merge", "providers": {"local": _provider(order, name)}},
+        "models": {"mode": "merge", "providers": {"local": _provider_config(order, name)}},
         "mcp": {"servers": {server: _server(spec) for server, spec in order.mcp_servers.items()}},
         "skills": {"load": {"extraDirs": [skills] if order.skills else []}},
     }
 
 
-def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
+def _provider_config(order: HarnessOrder, name: str) -> dict[str, Json]:
     api = choice(order.settings, "api", APIS)
     window = order.endpoint.context_length
     model: dict[str, Json] = {
@@ -86,7 +86,7 @@ def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
         "maxTokens": min(MAX_REPLY_TOKENS, window // 4),
     }
     return {
-        "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
+        "baseUrl": f"{order.endpoint.base_url}{BASE_PATHS[api]}",
         "apiKey": order.endpoint.key,
         "api": api,
         "models": [model],
@@ -95,9 +95,9 @@ def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
 
 def _server(server: McpServerSpec) -> dict[str, Json]:
     return (
-        server_json(server)
+        mcp_server_json(server)
         if server.command is not None
-        else {**server_json(server), "transport": "streamable-http"}
+        else {**mcp_server_json(server), "transport": "streamable-http"}
     )
 
 

@@ -11,11 +11,11 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.task import McpServerSpec
 from polarnode.harnesses.harness import (
     Harness,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
     model_name,
-    only_settings,
     skill_files,
 )
 
@@ -43,7 +43,7 @@ def launch(order: HarnessOrder) -> Launch:
     instruction comes by stdin: as an argument it is shown to the model in quotes, and a numeric one crashes
     it.
     """
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     name = model_name(order)
     return Launch(
         argv=("opencode", "run", "-m", f"local/{name}", "--title", "task"),
@@ -63,12 +63,12 @@ def _config(order: HarnessOrder, name: str) -> dict[str, Json]:
         "permission": {"*": "allow"},
         "model": f"local/{name}",
         "small_model": f"local/{name}",
-        "provider": {"local": _provider(order, name)},
+        "provider": {"local": _provider_config(order, name)},
         "mcp": {server: _server(spec) for server, spec in order.mcp_servers.items()},
     }
 
 
-def _provider(order: HarnessOrder, name: str) -> dict[str, Json]:
+def _provider_config(order: HarnessOrder, name: str) -> dict[str, Json]:
     adapter, path = ADAPTERS[choice(order.settings, "api", APIS)]
     window = order.endpoint.context_length
     limit: dict[str, Json] = {"context": window, "output": min(MAX_REPLY_TOKENS, window // 4)}

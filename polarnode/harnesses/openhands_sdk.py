@@ -10,19 +10,19 @@ from polarnode.core.conversation import Json
 from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import (
     Harness,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
+    mcp_server_json,
     model_name,
-    only_settings,
-    server_json,
     skill_files,
 )
 
 VERSION = "1.58.2"
 APIS = ("openai", "responses", "anthropic", "text")
 CALL_S = 7200  # seconds per call, longer than any run budget
-COMPACT_AT = 0.7  # share of the window: the kept messages, the summary and the answer must fit
+COMPACT_SHARE = 0.7  # share of the window: the kept messages, the summary and the answer must fit
 
 # Runs in the container, with the image's Python; never imported here.
 RUNNER = """\
@@ -57,7 +57,7 @@ sys.exit(0 if status == "finished" else 1)
 
 def launch(order: HarnessOrder) -> Launch:
     """The runner with its order in a file: there the instruction is data, whatever it contains."""
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     runner, order_file = f"{order.home}/.openhands/run.py", f"{order.home}/.openhands/order.json"
     own = {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -67,9 +67,9 @@ def launch(order: HarnessOrder) -> Launch:
     sent: dict[str, Json] = {
         "instruction": order.instruction,
         "workdir": order.workdir,
-        "compact_at": int(order.endpoint.context_length * COMPACT_AT),
-        "llm": _llm(order, choice(order.settings, "api", APIS)),
-        "mcp": {name: server_json(server) for name, server in order.mcp_servers.items()},
+        "compact_at": int(order.endpoint.context_length * COMPACT_SHARE),
+        "llm": _llm_options(order, choice(order.settings, "api", APIS)),
+        "mcp": {name: mcp_server_json(server) for name, server in order.mcp_servers.items()},
     }
     return Launch(
         argv=("/opt/openhands/bin/python", runner, order_file),
@@ -82,7 +82,7 @@ def launch(order: HarnessOrder) -> Launch:
     )
 
 
-def _llm(order: HarnessOrder, api: str) -> dict[str, Json]:
+def _llm_options(order: HarnessOrder, api: str) -> dict[str, Json]:
     base, name = order.endpoint.base_url, model_name(order)
     return {
         "model": f"{'anthropic' if api == 'anthropic' else 'openai'}/{name}",

@@ -11,39 +11,39 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import (
     Harness,
     argument,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
     model_name,
-    only_settings,
     skill_files,
 )
 
 VERSION = "1.6.0"
-BASES = {
+BASE_PATHS = {
     "openai-completions": "/v1",
     "openai-responses": "/v1",
     "anthropic-messages": "",
     "google-generative-ai": "/v1beta",
 }
-APIS = tuple(BASES)
+APIS = tuple(BASE_PATHS)
 MAX_REPLY_TOKENS = 8192  # per reply, if the context allows it
-# pi's defaults in tokens; a small window has no room for both and a prompt
+# These are pi's defaults in tokens. A small window has no room for both and a prompt.
 RESERVE_TOKENS, RECENT_TOKENS = 16384, 20000
 
 
 def launch(order: HarnessOrder) -> Launch:
     """`pi -p INSTRUCTION` with one provider, `local`, in its models file."""
-    return _launch(order)
+    return _build_launch(order)
 
 
 def resume(order: HarnessOrder) -> Launch:
-    """The same in the newest conversation of the workdir, which it then continues."""
-    return _launch(order, "--continue")
+    """The same with `--continue`: it continues the newest conversation of the workdir."""
+    return _build_launch(order, "--continue")
 
 
-def _launch(order: HarnessOrder, *flags: str) -> Launch:
-    only_settings(order.settings, ("api",))
+def _build_launch(order: HarnessOrder, *flags: str) -> Launch:
+    check_setting_names(order.settings, ("api",))
     name, folder = model_name(order), f"{order.home}/.pi/agent"
     own = {
         "LOCAL_API_KEY": order.endpoint.key,
@@ -55,7 +55,7 @@ def _launch(order: HarnessOrder, *flags: str) -> Launch:
         argv=("pi", *flags, "-p", argument(order.instruction), "--provider", "local", "--model", name),
         env=environment(order, own),
         files={
-            f"{folder}/models.json": json_bytes(_models(order, name)),
+            f"{folder}/models.json": json_bytes(_models_config(order, name)),
             f"{folder}/settings.json": json_bytes(_settings(order.endpoint.context_length)),
             **skill_files(order, ".pi/agent/skills"),
         },
@@ -72,7 +72,7 @@ def _settings(window: int) -> dict[str, Json]:
     }
 
 
-def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
+def _models_config(order: HarnessOrder, name: str) -> dict[str, Json]:
     api = choice(order.settings, "api", APIS)
     window = order.endpoint.context_length
     model: dict[str, Json] = {
@@ -85,7 +85,7 @@ def _models(order: HarnessOrder, name: str) -> dict[str, Json]:
         "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
     }
     provider: dict[str, Json] = {
-        "baseUrl": f"{order.endpoint.base_url}{BASES[api]}",
+        "baseUrl": f"{order.endpoint.base_url}{BASE_PATHS[api]}",
         "api": api,
         "apiKey": "$LOCAL_API_KEY",  # the variable, not the key
         "models": [model],

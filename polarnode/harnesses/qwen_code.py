@@ -3,8 +3,9 @@ sets the endpoint, `~/.qwen/settings.json` the rest.
 
 Measured with 0.24.4. Its first prompt is 78 kB; it gives a call up after 120 s without response headers. Its
 background helpers (memory, follow-up suggestions) would make calls that are not part of the task and are off.
-It allows an unknown model 32 000 tokens per answer. The window is set, and it compacts by that. Above half
-of the container's memory it would also replace old tool results by a sentence, at another call in each run.
+It allows an unknown model 32 000 tokens per answer. The window is set, and it compacts by that. When it uses
+more than half of the container's memory, it would also replace old tool results by a sentence, at a different
+call in each run.
 """
 
 from polarnode.core.conversation import Json
@@ -12,12 +13,12 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.harnesses.harness import (
     Harness,
     argument,
+    check_setting_names,
     choice,
     environment,
     json_bytes,
+    mcp_server_json,
     model_name,
-    only_settings,
-    server_json,
     skill_files,
 )
 
@@ -25,8 +26,9 @@ VERSION = "0.24.4"
 APIS = ("openai", "openai-responses", "anthropic", "gemini")
 
 
-# Shares of the container's memory from which it clears old results, which differs from run to run and splits
-# lineages (5 of 12 sessions, 0 of 6 with these). It takes at most 0.98, each above the one before.
+# At these shares of the container's memory it clears old tool results. With its defaults that happens at a
+# different call in each run and splits lineages (5 of 12 sessions; 0 of 6 with these values). It accepts at
+# most 0.98, and each value must be above the one before.
 MEMORY_SHARES = {
     "QWEN_MEMORY_PRESSURE_SOFT": "0.96",
     "QWEN_MEMORY_PRESSURE_HARD": "0.97",
@@ -38,7 +40,7 @@ def launch(order: HarnessOrder) -> Launch:
     """`qwen -y --prompt=INSTRUCTION` with all permissions granted: the container is the sandbox. The
     instruction is not put after a bare `--`, because qwen drops what follows one.
     """
-    only_settings(order.settings, ("api",))
+    check_setting_names(order.settings, ("api",))
     api = choice(order.settings, "api", APIS)
     argv = (
         "qwen",
@@ -88,7 +90,7 @@ def _config(order: HarnessOrder, api: str) -> dict[str, Json]:
         },
         "model": {"generationConfig": {"contextWindowSize": order.endpoint.context_length}},
         "mcpServers": {
-            name: {**server_json(server, url="httpUrl"), "trust": True}
+            name: {**mcp_server_json(server, url="httpUrl"), "trust": True}
             for name, server in order.mcp_servers.items()
         },
     }

@@ -2,20 +2,20 @@
 it.
 
 In each argument `{instruction}`, `{base_url}`, `{key}`, `{model}` and `{workdir}` are replaced, once and
-literally. The same values are in the environment, under the names that the official SDKs read, so most
-programs need no arguments.
+literally. The instruction and the model endpoint are also in the environment, the endpoint under the names
+that the official SDKs read, so most programs need no arguments.
 """
 
 import re
 
 from polarnode.core.errors import Refused
 from polarnode.core.ports import HarnessOrder, Launch
-from polarnode.harnesses.harness import Harness, environment, model_name, only_settings
+from polarnode.harnesses.harness import Harness, check_setting_names, environment, model_name
 
 
 def launch(order: HarnessOrder) -> Launch:
     """The task's own command, with the model endpoint in its environment."""
-    only_settings(order.settings, ())
+    check_setting_names(order.settings, ())
     if not order.command:
         raise Refused(
             'the shell harness needs a command, such as ["python3", "agent.py"]', path="$.harness.command"

@@ -1,9 +1,10 @@
-"""What every ASGI app here uses: the guard against other origins' web pages, request bodies read to a limit,
-responses sent as they come, and the helpers of Quart handlers.
+"""What every ASGI app here uses: the guard against web pages of other origins, request bodies that are read
+to a limit, responses that are sent as they are produced, and helpers of Quart handlers.
 
-Invariants. The status is chosen as late as possible, with the first bytes: a prompt that is too long must
-still become a 400. A stream is ended properly or not at all: returning without the last body message makes
-Hypercorn cut the connection without the terminal chunk, and logs nothing. Nothing here depends on a route.
+Invariants. The status is chosen as late as possible, together with the first bytes, because a prompt that is
+too long must still become a 400. A stream is ended properly or not at all: when an app returns without the
+last body message, Hypercorn cuts the connection without the terminal chunk, and logs nothing. Nothing here
+depends on a route.
 """
 
 import ipaddress
@@ -20,9 +21,17 @@ from quart_trio import QuartTrio
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 
 from polarnode.core.codec.json import read_json
-from polarnode.core.codec.limits import BODY_VALUES, check_body_size, check_nesting
+from polarnode.core.codec.limits import MAX_BODY_VALUES, check_body_size, check_nesting
 from polarnode.core.conversation import Json
-from polarnode.http.connections import DEPARTURE, RESPOND, WRITES, ConnectionWrites, Departure, Head, Respond
+from polarnode.http.connections import (
+    DEPARTURE_KEY,
+    RESPOND_KEY,
+    WRITES,
+    ClientDeparture,
+    ConnectionWrites,
+    Head,
+    Respond,
+)
 from polarnode.http.places import admit
 from polarnode.providers.contract import Reply
 
@@ -33,18 +42,18 @@ KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 
 def event_response(body: AsyncIterator[bytes]) -> Response:
-    """A stream of events, which no proxy is to keep back."""
+    """A stream of server-sent events, with headers that keep proxies from buffering it."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return Response(body, 200, headers, content_type="text/event-stream")
 
 
 # ── browsers ────────────────────────────────────────────────────────────
 
-# `Sec-Fetch-Site` of a page of ours, and of an address that the user typed
+# These are the values of `Sec-Fetch-Site` for a page of ours, and for an address that the user typed.
 OWN_SITES: Final = (None, "", "same-origin", "none")
-# methods whose bodies are JSON; not PUT, which no page sends without asking first
-WRITING: Final = ("POST", "PATCH", "DELETE")
-_HOST: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+?))\.?(?::\d*)?")
+# The bodies of these methods are JSON. PUT is not among them: no page sends it without asking first.
+WRITING_METHODS: Final = ("POST", "PATCH", "DELETE")
+_HOST_PATTERN: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@\s]+?))\.?(?::\d*)?")
 
 
 @frozen(kw_only=True)
@@ -52,10 +61,10 @@ class BrowserGuard:
     """Refuses what a web page of another origin makes a browser send. Clients that are no browsers send
     neither `Origin` nor `Sec-Fetch-Site`, and pass.
 
-    Served are loopback's names and addresses, the address `bound` (`0.0.0.0` and `::` are every address), and
-    the names `allowed`, with any port: a tunnel changes it. `*.example.org` is every name below one. A page
-    whose own name was pointed at this machine (DNS rebinding) sends that name as `Host`. It has no token, so
-    apps that need one may take `any_host`.
+    The guard accepts loopback's names and addresses, the address `bound` (`0.0.0.0` and `::` mean every
+    address), and the names `allowed`. The port does not matter, because a tunnel changes it. `*.example.org`
+    means every name below `example.org`. A page whose own name was pointed at this machine (DNS rebinding)
+    sends that name as `Host`. Such a page has no token, so apps that need a token may set `any_host`.
     """
 
     bound: str | None = None
@@ -64,7 +73,7 @@ class BrowserGuard:
 
     def refusal(self, *, host: str | None, origin: str | None, site: str | None) -> str | None:
         """Why a request with these headers is refused, as a sentence; None when it is not."""
-        if host and not self.any_host and not self._serves(_hostname(host)):
+        if host and not self.any_host and not self._serves(_parse_hostname(host)):
             return (
                 f"the host {host[:100]!r} is not served: use 127.0.0.1 or localhost, or name it in the"
                 " setting allowed_hosts (--allowed-host)"
@@ -82,35 +91,35 @@ class BrowserGuard:
         return None
 
     def _serves(self, name: str) -> bool:
-        if name == "localhost" or name.endswith(".localhost") or self._allows(name):
+        if name == "localhost" or name.endswith(".localhost") or self._allows_name(name):
             return True
-        address, bound = _address(name), _address(self.bound or "")
+        address, bound = _parse_address(name), _parse_address(self.bound or "")
         if address is None:
             return name == self.bound
         return address.is_loopback or address == bound or bound in _EVERY
 
-    def _allows(self, name: str) -> bool:
+    def _allows_name(self, name: str) -> bool:
         return any(name == each or (each[:2] == "*." and name.endswith(each[1:])) for each in self.allowed)
 
     def _own(self, origin: str, host: str | None) -> bool:
-        """Whether a page's origin is the address this was sent to, or a name that is allowed."""
+        """Whether a page's origin is the address that the request was sent to, or an allowed name."""
         scheme, _, authority = origin.lower().partition("://")
         if scheme not in ("http", "https"):
             return False
-        return authority == (host or "").lower() or self._allows(_hostname(authority))
+        return authority == (host or "").lower() or self._allows_name(_parse_hostname(authority))
 
 
-_Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
+_IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 _EVERY: Final = (ipaddress.IPv4Address(0), ipaddress.IPv6Address(0))
 
 
-def _hostname(header: str) -> str:
+def _parse_hostname(header: str) -> str:
     """The name or address of a `Host` header, in lower case; empty if it is malformed."""
-    found = _HOST.fullmatch(header)
+    found = _HOST_PATTERN.fullmatch(header)
     return "" if found is None else (found[1] or found[2]).lower()
 
 
-def _address(name: str) -> _Ip | None:
+def _parse_address(name: str) -> _IpAddress | None:
     try:
         found = ipaddress.ip_address(name)
     except ValueError:
@@ -120,21 +129,21 @@ def _address(name: str) -> _Ip | None:
 
 
 def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) -> None:
-    """Answer 403 to what the guard refuses, and 415 to a body that is not JSON: forms and plain text are what
-    a page may post to any site without asking first. Every answer says that its type is not to be guessed.
-    `open_to_all`: the app asks for nothing else, so the connection is admitted.
+    """Answer 403 to what the guard refuses, and 415 to a body that is not JSON, because a page may post forms
+    and plain text to any site without asking first. Every answer forbids browsers to guess its type.
+    `open_to_all`: the app asks for nothing else, so a request that passes admits its connection.
     """
 
     @app.after_request
     async def close_guesses(response: Response) -> Response:
-        # what agents wrote is in logs and exports: no browser may guess that it is a page or a script
+        # Logs and exports contain what agents wrote. No browser may guess that it is a page or a script.
         await trio.lowlevel.checkpoint()
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response
 
     @app.before_request
     async def check_browser() -> None:
-        # async though it waits for nothing: Quart would run a plain function in a thread
+        # This is async although it waits for nothing, because Quart would run a plain function in a thread.
         await trio.lowlevel.checkpoint()
         headers = request.headers
         refused = guard.refusal(
@@ -142,8 +151,8 @@ def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) ->
         )
         if refused is not None:
             raise Forbidden(refused)
-        # a method that the path does not have is 405, whatever it brings
-        writes = request.method in WRITING and request.url_rule is not None
+        # A method that the path does not have is answered with 405, whatever its body is.
+        writes = request.method in WRITING_METHODS and request.url_rule is not None
         if writes and headers.get("Content-Type") and not request.is_json:
             raise UnsupportedMediaType(
                 "bodies are JSON: send 'Content-Type: application/json' (with curl: --json instead of -d)"
@@ -153,38 +162,41 @@ def guard_browsers(app: QuartTrio, guard: BrowserGuard, *, open_to_all: bool) ->
 
 
 def admit_request() -> None:
-    """Record that the current request of a Quart app had what the app asks for."""
+    """Record that the current request of a Quart app had the credentials that the app asks for."""
     admit(cast(HTTPScope, request.scope))
 
 
 # ── request bodies ────────────────────────────────────────────────────────────
 
-# of each body, not counted against the budget that its endpoint shares: most requests are shorter
-UNSHARED_BYTES: Final = 1 << 20
-# a body over the limit is read up to this size and dropped: a client that is still sending does not read
-# its 413
-DRAINED_BYTES: Final = 256 << 20
-# for the body of a request without a key: one of the usual size is there with its head
-DRAINED_S: Final = 2.0
-# seconds for a whole body: 64 MiB through a slow tunnel (5 Mbit/s); clients give up after minutes
-BODY_S: Final = 120.0
+# The first bytes of each body, up to this many, are not counted against the budget that endpoints share. Most
+# requests are shorter.
+MAX_UNSHARED_BYTES: Final = 1 << 20
+# A body over the limit is read up to this size and dropped, because a client that is still sending does not
+# read its 413.
+MAX_DRAINED_BYTES: Final = 256 << 20
+# The body of a request without a key is read for this many seconds. One of the usual size arrives together
+# with its head.
+MAX_DRAIN_S: Final = 2.0
+# Seconds for a whole body: 64 MiB through a slow tunnel (5 Mbit/s) take that long. Clients give up after
+# minutes.
+MAX_BODY_S: Final = 120.0
 
 
 @frozen
 class TooLarge:
-    """A body over the limit. It was dropped. `size`: the bytes announced, or those that came."""
+    """A body over the limit, which was dropped. `size`: the bytes announced, or those that came if more."""
 
     size: int
 
 
 @frozen
-class Overloaded:
+class OverBudget:
     """A body over the budget of the bodies that its endpoint is reading. It was dropped."""
 
 
 @frozen
 class TooSlow:
-    """A body that was not complete after BODY_S. It was dropped; the rest of it may still come."""
+    """A body that was not complete after MAX_BODY_S. It was dropped; the rest of it may still come."""
 
 
 @frozen
@@ -194,18 +206,18 @@ class ClientDisconnected:
 
 @define(eq=False)
 class BodyBudget:
-    """The bytes that all bodies being read by one endpoint may take together, so that a client that starts
-    many requests and completes none cannot fill the memory. `shared` is the budget of all endpoints, for what
-    a body has beyond UNSHARED_BYTES.
+    """The bytes that all bodies which one endpoint is reading may take together, so that a client that starts
+    many requests and completes none cannot fill the memory. `shared` is the budget of all endpoints; it is
+    charged for the bytes of a body beyond MAX_UNSHARED_BYTES.
     """
 
     free: int
     shared: "BodyBudget | None" = None
 
     @contextmanager
-    def reserve(self) -> Iterator["Reservation"]:
+    def reserve(self) -> Iterator["BodyReservation"]:
         """Open one request's share of the budget, which is returned at the end of the block."""
-        reservation = Reservation(self)
+        reservation = BodyReservation(self)
         try:
             yield reservation
         finally:
@@ -213,7 +225,7 @@ class BodyBudget:
 
 
 @define(eq=False)
-class Reservation:
+class BodyReservation:
     """The bytes of the budget taken by one body; `shared` of them are taken of the shared budget too."""
 
     budget: BodyBudget
@@ -223,7 +235,7 @@ class Reservation:
     def take(self, count: int) -> bool:
         """Take `count` more bytes of the budget. Returns False when they are not free."""
         budget = self.budget
-        shared = max(0, self.bytes + count - UNSHARED_BYTES) - self.shared if budget.shared else 0
+        shared = max(0, self.bytes + count - MAX_UNSHARED_BYTES) - self.shared if budget.shared else 0
         if count > budget.free or (budget.shared and shared > budget.shared.free):
             return False
         self._move(count, shared)
@@ -241,24 +253,24 @@ class Reservation:
             self.budget.shared.free -= shared
 
 
-Body = bytes | TooLarge | Overloaded | TooSlow | ClientDisconnected
+Body = bytes | TooLarge | OverBudget | TooSlow | ClientDisconnected
 
 
 async def read_body(
-    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int, announced: int = 0
+    receive: ASGIReceiveCallable, *, reservation: BodyReservation, limit: int, announced: int = 0
 ) -> Body:
     """Read the request's whole body. Nothing is kept of one whose `announced` length is over the limit."""
-    with trio.move_on_after(BODY_S):
+    with trio.move_on_after(MAX_BODY_S):
         return await _read_body(receive, reservation=reservation, limit=limit, announced=announced)
     return TooSlow()
 
 
 async def _read_body(
-    receive: ASGIReceiveCallable, *, reservation: Reservation, limit: int, announced: int
+    receive: ASGIReceiveCallable, *, reservation: BodyReservation, limit: int, announced: int
 ) -> Body:
     parts: list[bytes] = []
     size, fits = 0, announced <= limit
-    while size <= DRAINED_BYTES:
+    while size <= MAX_DRAINED_BYTES:
         message = await receive()
         if message["type"] != "http.request":
             return ClientDisconnected()
@@ -272,16 +284,16 @@ async def _read_body(
             break
     if max(size, announced) > limit:
         return TooLarge(max(size, announced))
-    return b"".join(parts) if fits else Overloaded()
+    return b"".join(parts) if fits else OverBudget()
 
 
 async def drained(receive: ASGIReceiveCallable) -> bool:
-    """Drop the body of a request that is refused whatever it says. False when it is longer than
-    UNSHARED_BYTES, or slower than DRAINED_S: the connection is then closed.
+    """Drop the body of a request that is refused whatever its body says. Return False when the body is longer
+    than MAX_UNSHARED_BYTES or takes longer than MAX_DRAIN_S; the caller then closes the connection.
     """
     size = 0
-    with trio.move_on_after(DRAINED_S):
-        while size <= UNSHARED_BYTES:
+    with trio.move_on_after(MAX_DRAIN_S):
+        while size <= MAX_UNSHARED_BYTES:
             message = await receive()
             if message["type"] != "http.request":
                 return False
@@ -313,18 +325,20 @@ def writes_of(scope: HTTPScope) -> ConnectionWrites | None:
     return cast("dict[str, ConnectionWrites]", scope.get("state") or {}).get(WRITES)
 
 
-def departure_of(scope: HTTPScope) -> Departure | None:
+def departure_of(scope: HTTPScope) -> ClientDeparture | None:
     """The departure of a request's client; None under a server other than `open_server`'s."""
-    return cast("dict[str, Departure]", scope.get("state") or {}).get(DEPARTURE)
+    return cast("dict[str, ClientDeparture]", scope.get("state") or {}).get(DEPARTURE_KEY)
 
 
-def respond_of(scope: HTTPScope) -> Respond | None:
-    """What writes a request's response past ASGI; None under a server other than `open_server`'s."""
-    return cast("dict[str, Respond]", scope.get("state") or {}).get(RESPOND)
+def response_writer_of(scope: HTTPScope) -> Respond | None:
+    """The function that writes a request's response past ASGI; None under another server than
+    `open_server`.
+    """
+    return cast("dict[str, Respond]", scope.get("state") or {}).get(RESPOND_KEY)
 
 
 @define(eq=False)
-class Responder:
+class ResponseSender:
     """The response to one request. `request_id` is sent as `x-request-id`.
 
     `delivered`: the last bytes were handed to the socket of a connected client; without `connection`, to the
@@ -339,7 +353,7 @@ class Responder:
     opened: bool = field(default=False, init=False)
     delivered: bool = field(default=False, init=False)
     _taken: bool = field(default=False, init=False)  # whether the socket took the last bytes
-    # of a stream, which leave with its end
+    # the last bytes of a stream, which are sent together with its end
     _last: tuple[Head | None, bytes] = field(default=(None, b""), init=False)
 
     async def reply(self, reply: Reply) -> None:
@@ -349,8 +363,8 @@ class Responder:
         self.delivered = self._taken
 
     async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
-        """Send bytes of a stream; the first open it. The `last` bytes are sent together with the stream's
-        end: call `end` next.
+        """Send bytes of a stream; the first bytes open it. The `last` bytes are sent together with the
+        stream's end, so call `end` next.
         """
         headers = (("content-type", content_type), ("cache-control", "no-cache"))
         head = None if self.opened else self._head(200, headers)
@@ -363,7 +377,8 @@ class Responder:
         """End the stream properly."""
         taken = self._taken
         await self._send(*self._last, end=True)
-        self.delivered = taken or self._taken  # `_taken` where the last bytes were held for this
+        # `_taken` decides if `stream` held the last bytes back for this write.
+        self.delivered = taken or self._taken
 
     def _head(self, status: int, headers: tuple[tuple[str, str], ...]) -> Head:
         self.opened = True
@@ -385,7 +400,7 @@ class Responder:
 
 
 def header_map(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """Headers by lower-case name; of several with one name, the last."""
+    """Headers by lower-case name. If several have the same name, the last one counts."""
     return {name.decode("latin1").lower(): value.decode("latin1") for name, value in headers}
 
 
@@ -412,7 +427,7 @@ async def body_json_or(nothing: Json) -> Json:
 
 
 async def _parsed(body: bytes) -> Json:
-    if len(body) > BODY_VALUES:  # a smaller one has fewer values
+    if len(body) > MAX_BODY_VALUES:  # a smaller one has fewer values
         await trio.to_thread.run_sync(check_body_size, body)
     value = read_json(body)
     check_nesting(value)

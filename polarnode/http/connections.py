@@ -1,8 +1,8 @@
-"""One connection: HTTP/1.1 alone, with time limits.
+"""One connection, which speaks HTTP/1.1 only and has time limits.
 
-This module patches hypercorn 0.18. Each patch names what was measured without it and has a test; pyproject
-pins the version. Hypercorn would also speak HTTP/2 without TLS and WebSockets to whoever asks, for which
-nothing here is made: both are refused with a sentence.
+This module patches hypercorn 0.18. Each patch states what was measured without it and has a test; pyproject
+pins the version. Hypercorn would also speak HTTP/2 without TLS and WebSockets to every client that asks.
+Nothing here is made for them, so both are refused with a sentence.
 """
 
 import math
@@ -27,30 +27,30 @@ from hypercorn.typing import AppWrapper, ConnectionState
 from hypercorn.utils import parse_socket_addr, suppress_body
 
 from polarnode.core.codec.json import dump_json
-from polarnode.http.places import PLACE, Place
+from polarnode.http.places import SLOT_KEY, Place
 
-# bytes per read; Hypercorn's 64 KiB split a long request into parts that cost 50 us each
-RECEIVED_BYTES: Final = 256 << 10
-# limit of an idle connection: longer than clients keep theirs (5-90 s), so that none is closed while its next
-# request is sent
+# Bytes of one read. Hypercorn's 64 KiB split a long request into parts that cost 50 us each.
+MAX_READ_BYTES: Final = 256 << 10
+# An idle connection is closed after this time. It is longer than clients keep theirs (5-90 s), so that none
+# is closed while its next request is being sent.
 KEEP_ALIVE_S: Final = 120.0
-# for a request's head, from its first byte, and for the first one from the connection's start: clients send
-# it in one write as soon as they are connected
+# A request's head must come within this time from its first byte; the first head of a connection, from the
+# connection's start. Clients send it in one write as soon as they are connected.
 HEAD_S: Final = 10.0
-# a body may stop for so long in all, and wins the time back at this rate: far below any link, and a harness
-# that compiles or swaps pauses for less
+# A body may pause for BODY_PAUSE_S in all, and regains one second of that with every BODY_BYTES_PER_S bytes.
+# Every link is much faster, and a harness that compiles or swaps pauses for less.
 BODY_PAUSE_S: Final = 30.0
 BODY_BYTES_PER_S: Final = 4 << 10
-# lines of a head: the longest measured request of a harness has 25; each costs some 5 us of the loop, and
-# all connections may send theirs at once
-HEAD_LINES: Final = 128
-# request line and headers: Claude Code, the longest measured, sends under 4 KiB
+# The most lines of a head. The longest measured request of a harness has 25. Each line costs some 5 us of the
+# event loop, and all connections may send theirs at once.
+MAX_HEAD_LINES: Final = 128
+# The most bytes of request line and headers. Claude Code, the longest measured, sends under 4 KiB.
 HEADERS_BYTES: Final = 64 << 10
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
-# the key of `ConnectionWrites` in a request's scope["state"]
+# The key of the `ConnectionWrites` in a request's scope["state"].
 WRITES: Final = "polarnode.writes"
-DEPARTURE: Final = "polarnode.departure"  # the key of its `Departure` in a request's scope["state"]
-RESPOND: Final = "polarnode.respond"  # the key of its `Respond` in a request's scope["state"]
+DEPARTURE_KEY: Final = "polarnode.departure"  # the key of its `ClientDeparture` in a request's scope["state"]
+RESPOND_KEY: Final = "polarnode.respond"  # the key of its `Respond` in a request's scope["state"]
 
 Head = tuple[int, list[tuple[bytes, bytes]]]  # a response's status and headers
 
@@ -73,7 +73,7 @@ SENTENCES: Final = {
     503: ("busy", "all connections of this socket are in use: close some, and try again"),
     505: ("http_version", "only HTTP/1.1 is served here: turn HTTP/2 off in the client"),
 }
-# a 400 to plain HTTP on a socket of TLS
+# The words of a 400 to plain HTTP on a TLS socket.
 PLAIN: Final = (
     "tls_required",
     (
@@ -81,7 +81,7 @@ PLAIN: Final = (
         " be read on its way: end its capture and begin another, or give the node another token"
     ),
 )
-_EXTRA: Final[dict[int, Headers]] = {
+_EXTRA_HEADERS: Final[dict[int, Headers]] = {
     426: [(b"upgrade", b"HTTP/1.1")],
     503: [(b"retry-after", b"1")],
 }
@@ -96,12 +96,12 @@ def _refusal(status: int, words: tuple[str, str] | None = None) -> tuple[Headers
         (b"x-content-type-options", b"nosniff"),
         length,
         (b"connection", b"close"),
-        *_EXTRA.get(status, []),
+        *_EXTRA_HEADERS.get(status, []),
     ], body
 
 
 def refusal_bytes(status: int, words: tuple[str, str] | None = None) -> bytes:
-    """A whole response to a connection that is closed afterwards; `words` in place of the status's own."""
+    """A whole response to a connection that is closed afterwards. `words` replace the status's own."""
     headers, body = _refusal(status, words)
     lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     return b"HTTP/1.1 %d \r\n%b\r\n%b" % (status, lines, body)
@@ -112,16 +112,16 @@ def unserved(request: h11.Request) -> int | None:
     if request.http_version not in (b"1.1", b"1.0"):
         return 505  # HTTP/2's first line is a request for `*`
     if not request.target.startswith(b"/"):
-        return 400  # as to a proxy, which this is not
+        return 400  # the target is one for a proxy, which this is not
     names = dict(request.headers)
     if b"transfer-encoding" in names and b"content-length" in names:
         return 400  # a proxy in front might believe the other one, and take a body for a request
     return 426 if names.get(b"upgrade", b"").lower() == b"websocket" else None
 
 
-class _Parser(h11.Connection):
-    """h11's parser, which measures a head before it parses it. Measured without this: 75 ms of the loop for a
-    head of 15,000 lines.
+class _BoundedParser(h11.Connection):
+    """h11's parser, which checks the size of a head before it parses it. Measured without this: a head of
+    15,000 lines takes 75 ms of the event loop.
     """
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
@@ -129,15 +129,15 @@ class _Parser(h11.Connection):
             data, _ = self.trailing_data
             end = _HEAD_END.search(data)
             length = end.start() if end else len(data)
-            if length > HEADERS_BYTES or data.count(b"\n", 0, length) > HEAD_LINES:
+            if length > HEADERS_BYTES or data.count(b"\n", 0, length) > MAX_HEAD_LINES:
                 raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
         return super().next_event()
 
 
 @define(eq=False)
-class Departure:
-    """Whether the client of one request has left, or has its whole response. `then` is called when that
-    happens, synchronously; a task that waits for it costs 60 us a request.
+class ClientDeparture:
+    """Whether the client of one request has left, or has received its whole response. `then` is called
+    synchronously when that happens, because a task that waits for it costs 60 us a request.
     """
 
     left: bool = False
@@ -150,26 +150,27 @@ class Departure:
 
 
 class Stream(HTTPStream):
-    """Hypercorn's request, whose app is also informed of a disconnect without waiting for it, and may write
-    its response past ASGI's messages.
+    """Hypercorn's request, extended in two ways: its app learns of a disconnect without waiting for it, and
+    may write its response without ASGI messages.
     """
 
-    protocol: "Http1"
+    protocol: "Http1Protocol"
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed) and not self.closed:
             self.departure.note()
-            # else the scope and this hold each other, and with them a session, until the collector runs
-            del self.scope["state"][RESPOND]
+            # Otherwise the scope and this object refer to each other, and keep a session in memory until the
+            # garbage collector runs.
+            del self.scope["state"][RESPOND_KEY]
         await super().handle(event)
 
     async def end_body(self, data: bytes) -> None:
-        """The last bytes of the body, with its end."""
+        """Pass the last bytes of the body to the app, together with its end."""
         await self.app_put({"type": "http.request", "body": data, "more_body": False})
 
     async def respond(self, head: Head | None, data: bytes, *, end: bool) -> None:
-        """Send the next bytes of the response in one write: its head, some of its body, its end. Measured
-        through ASGI: three writes and their events, 0.1 ms of a whole response.
+        """Send the next part of the response in one write: its head, some of its body, its end. Through ASGI
+        a whole response takes three writes and their events, measured as 0.1 ms.
         """
         if self.closed:
             return
@@ -183,22 +184,23 @@ class Stream(HTTPStream):
             await self.send(StreamClosed(stream_id=STREAM_ID))
 
     @property
-    def departure(self) -> Departure:
-        return cast(Departure, self.scope["state"][DEPARTURE])
+    def departure(self) -> ClientDeparture:
+        return cast(ClientDeparture, self.scope["state"][DEPARTURE_KEY])
 
 
-class Http1(H11Protocol):
+class Http1Protocol(H11Protocol):
     """Hypercorn's HTTP/1.1, which never becomes HTTP/2 or a WebSocket, and refuses with a sentence.
 
-    Measured with HTTP/2: equal requests got one answer, because a delivered one was not known to be, and a
-    harness that opened and reset streams made the loop 8 s late.
+    Measured with HTTP/2: equal requests got one answer, because it was not known that an answer had been
+    delivered, and a harness that opened and reset streams made the event loop 8 s late.
 
-    426 and not 404 for WebSockets: Codex tries one first, and after a 404 waits 7 s before it falls back.
+    WebSockets are refused with 426 and not with 404: Codex tries one first, and after a 404 it waits 7 s
+    before it falls back to HTTP.
     """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.connection = _Parser(h11.SERVER, max_incomplete_event_size=HEADERS_BYTES)
+        self.connection = _BoundedParser(h11.SERVER, max_incomplete_event_size=HEADERS_BYTES)
 
     async def _create_stream(self, request: h11.Request) -> None:
         status = unserved(request)
@@ -218,7 +220,7 @@ class Http1(H11Protocol):
             STREAM_ID,
         )
         stream.protocol = self
-        state = {**self.connection_state, DEPARTURE: Departure(), RESPOND: stream.respond}
+        state = {**self.connection_state, DEPARTURE_KEY: ClientDeparture(), RESPOND_KEY: stream.respond}
         await stream.handle(
             Request(
                 stream_id=STREAM_ID,
@@ -233,7 +235,7 @@ class Http1(H11Protocol):
         await self.context.mark_request()
 
     async def write(self, head: Head | None, data: bytes, *, end: bool) -> None:
-        """Bytes of the response in progress, in one write."""
+        """Write the next part of the response in progress, in one write."""
         events: list[h11.Response | h11.Data | h11.EndOfMessage] = []
         if head is not None:
             status, headers = head
@@ -254,7 +256,9 @@ class Http1(H11Protocol):
             await self.send(RawData(data=written))
 
     async def _handle_events(self) -> None:
-        """As in Hypercorn, but the last bytes of a body come with its end, which wakes its app once less."""
+        """Do what Hypercorn does, but pass the last bytes of a body together with its end, which wakes the
+        app one time less.
+        """
         held: bytes | None = None
         while True:
             if self.connection.they_are_waiting_for_100_continue:
@@ -283,11 +287,11 @@ class Http1(H11Protocol):
                 await self.can_read.wait()
             elif isinstance(event, h11.Data) and self.stream is not None:
                 held = bytes(event.data)
-            else:  # more is needed, or nothing comes
+            else:  # more data is needed, or none will come
                 return
 
     async def _pass_on(self, data: bytes | None) -> None:
-        """Some of a body, of which more follows."""
+        """Pass a part of a body, which more parts follow, to the app."""
         if data is not None and self.stream is not None:
             await self.stream.handle(Body(stream_id=STREAM_ID, data=data))
 
@@ -310,8 +314,8 @@ class Http1(H11Protocol):
         """Whether a head has begun and not ended."""
         return bool(self.connection.trailing_data[0]) and self.stream is None
 
-    async def too_slow(self) -> None:
-        """Answer 408 where no response has begun."""
+    async def refuse_slow(self) -> None:
+        """Answer 408, unless a response has begun."""
         if self.connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             await self._send_error_response(408)
 
@@ -331,8 +335,8 @@ class ConnectionWrites:
 
 @define(eq=False)
 class IdleTimer:
-    """Hypercorn's timer of an idle connection, as one task for all idle periods: a task per request costs 80
-    us. A head that is being sent is a part of the idle period.
+    """Hypercorn's timer of an idle connection, as one task for all idle periods, because a task for each
+    request costs 80 us. The time in which a head is being sent belongs to the idle period.
     """
 
     idle: bool = field(default=False, init=False)
@@ -349,7 +353,9 @@ class IdleTimer:
             task_group.spawn(action)
 
     def limit(self) -> None:
-        """A head has begun, or is expected at once: it has HEAD_S from the first call in an idle period."""
+        """Give a head that has begun, or is expected at once, HEAD_S from the first call in an idle
+        period.
+        """
         if not self._limited:
             self._limited = True
             self.scope.deadline = min(self.scope.deadline, trio.current_time() + HEAD_S)
@@ -365,15 +371,15 @@ class IdleTimer:
 
 
 class Connection(TCPServer):
-    """Hypercorn's connection, without the idle timer that outlives its client, and with limits on the time
+    """Hypercorn's connection, without an idle timer that outlives its client, and with limits on the time
     that a request's head and body take.
 
     A client that closes as soon as it has its response often leaves before Hypercorn notes the end of the
-    response, which then starts the idle timer of a closed connection. Measured without this patch: one in
+    response. Hypercorn then starts the idle timer of a closed connection. Measured without this patch: one in
     four such connections stayed open for KEEP_ALIVE_S, until no more were accepted.
 
-    The state of its requests also records what the socket took: Hypercorn's own `send` returns the same for
-    bytes that are lost.
+    The state of its requests also records what the socket took, because Hypercorn's own `send` returns the
+    same for bytes that are lost.
     """
 
     def __init__(
@@ -384,22 +390,22 @@ class Connection(TCPServer):
         stream: "trio.SocketStream | trio.SSLStream[trio.SocketStream]",
         place: Place,
     ) -> None:
-        state = ConnectionState({WRITES: ConnectionWrites(), PLACE: place})
+        state = ConnectionState({WRITES: ConnectionWrites(), SLOT_KEY: place})
         # A plain TCP stream too, which the base class accepts; it calls only two methods of the idle timer.
         super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
         self.idle_task: IdleTimer = IdleTimer()  # type: ignore[assignment]
-        self.protocol: Http1 = None  # type: ignore[assignment]
+        self.protocol: Http1Protocol = None  # type: ignore[assignment]
         self._place = place
         self._patience_s = BODY_PAUSE_S
 
     async def run(self) -> None:
-        """As in Hypercorn, but after the handshake of TLS, if any, and for HTTP/1.1 alone."""
+        """Do what Hypercorn does, but after the TLS handshake, if any, and for HTTP/1.1 only."""
         secure = isinstance(self.stream, trio.SSLStream)
         try:
             socket = (self.stream.transport_stream if secure else self.stream).socket
             async with TaskGroup() as task_group:
                 self._task_group = task_group
-                self.protocol = Http1(
+                self.protocol = Http1Protocol(
                     self.app,
                     self.config,
                     self.context,
@@ -419,7 +425,7 @@ class Connection(TCPServer):
             await self._close()  # noqa: ASYNC102 - closes at once, also when cancelled
 
     async def _read_data(self) -> None:
-        """As in Hypercorn, but with larger reads and limits of time."""
+        """Do what Hypercorn does, but with larger reads and time limits."""
         more = True
         while more:
             try:
@@ -427,33 +433,34 @@ class Connection(TCPServer):
             except (trio.ClosedResourceError, trio.BrokenResourceError):
                 break
             except trio.TooSlowError:
-                await self.protocol.too_slow()
+                await self.protocol.refuse_slow()
                 break
             more = bool(data)
             await self.protocol.handle(RawData(data))
-            del data  # or it is held, 100 KB of a long conversation, until the client sends more
+            # Otherwise the data, 100 KB of a long conversation, stays in memory until the client sends more.
+            del data
             if self.idle_task.idle and self.protocol.awaits_head:
                 self.idle_task.limit()
         await self.protocol.handle(Closed())
         self.idle_task.end()
 
     async def _receive(self) -> bytes:
-        """The next bytes. Raises TooSlowError for a body that comes too slowly; the time that its app takes
-        to read it does not count.
+        """Receive the next bytes. Raises TooSlowError for a body that comes too slowly; the time that its app
+        takes to read the body does not count.
         """
         if not self.protocol.awaits_body:
             self._patience_s = BODY_PAUSE_S
-            return bytes(await self.stream.receive_some(RECEIVED_BYTES))
+            return bytes(await self.stream.receive_some(MAX_READ_BYTES))
         began = trio.current_time()
         with trio.fail_after(self._patience_s):
-            data = bytes(await self.stream.receive_some(RECEIVED_BYTES))
+            data = bytes(await self.stream.receive_some(MAX_READ_BYTES))
         self._patience_s += len(data) / BODY_BYTES_PER_S - (trio.current_time() - began)
         self._patience_s = min(max(self._patience_s, 0.0), BODY_PAUSE_S)
         return data
 
     async def _close(self) -> None:
-        """As in Hypercorn, but TLS too ends what it sends before it closes: closing with unread bytes takes
-        back an answer that is on its way.
+        """Do what Hypercorn does, but end the sending side before a TLS connection closes too: closing a
+        socket that has unread bytes discards an answer that is on its way.
         """
         if isinstance(self.stream, trio.SSLStream):
             with suppress(trio.BrokenResourceError, trio.BusyResourceError, trio.ClosedResourceError):
@@ -471,7 +478,7 @@ class Connection(TCPServer):
             if self.idle_task.idle:
                 with trio.CancelScope(shield=True):
                     if self.protocol.awaits_head:
-                        await self.protocol.too_slow()
+                        await self.protocol.refuse_slow()
                     await self._initiate_server_close()
                 return
 
@@ -489,7 +496,7 @@ class Connection(TCPServer):
             await super().protocol_send(event)
 
     async def _write(self, data: bytes) -> None:
-        """As in Hypercorn, shielded, but counted."""
+        """Write as Hypercorn does, shielded from cancellation, and count the write."""
         writes: ConnectionWrites = self.state[WRITES]  # set in `__init__`
         if not data:
             return  # the end of a body whose length its head says

@@ -1,9 +1,8 @@
-"""One node as the other nodes of its log and the commands reach it: requests and streams over HTTP, with the
-node's token.
+"""The HTTP client with which commands and the other nodes of a log reach one node, with the node's token.
 
-Invariants: a certificate that is pinned is compared with its digest before anything is sent, and is the only
-one that is trusted; no proxy of the environment is used, and no redirect followed. Any failure to get a
-whole answer is Unreachable; an error status is an answer.
+Invariants: a pinned certificate is compared with its digest before anything is sent, and is the only one that
+is trusted; no proxy of the environment is used, and no redirect is followed. Any failure to get a whole
+answer raises Unreachable; an answer with an error status is an answer.
 """
 
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
@@ -18,13 +17,13 @@ from polarnode.client.pins import causes, reason_of, trust
 from polarnode.client.values import ClientError, NodeStarts, Unreachable, read_error
 from polarnode.core.codec.json import dump_json, plain, read_json
 
-CONNECT_S: Final = 3.0  # a machine that is there answers in milliseconds, also across a data centre
-ANSWER_S: Final = 30.0  # without a byte of an answer
-# bytes of an answer that is not streamed: a trajectory with its extras in base64
+CONNECT_S: Final = 3.0  # a machine that is up answers in milliseconds, also across a data centre
+ANSWER_S: Final = 30.0  # seconds without a byte of an answer
+# The most bytes of an answer that is not streamed. The largest is a trajectory with its extras in base64.
 MOST_BYTES: Final = 1 << 30
-# UnicodeError: an address or a header that cannot be written
+# UnicodeError is raised for an address or a header that cannot be encoded.
 FAULTS: Final = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError, UnicodeError)
-# connections kept open: the feed, and some requests at once
+# This many connections stay open: the feed's, and those of some concurrent requests.
 KEPT: Final = 8
 
 
@@ -49,7 +48,7 @@ class NodeAnswer:
 
 @frozen(kw_only=True)
 class OpenAnswer:
-    """An answer whose body is read as it comes. `headers` have lower-case names."""
+    """An answer whose body is read while it arrives. `headers` have lower-case names."""
 
     status: int
     headers: Mapping[str, str]
@@ -66,16 +65,16 @@ class OpenAnswer:
         return NodeAnswer(status=self.status, headers=self.headers, body=b"".join(body))
 
 
-class NobodyListens(Unreachable):
-    """No connection was made: the process is gone, or its machine refuses them. Or it is starting, and knows
-    of no task yet.
+class NotListening(Unreachable):
+    """No connection was made, because the process is gone or its machine refuses connections. It is also
+    raised for a node that is still starting, which knows of no task yet.
     """
 
 
 @define(eq=False, kw_only=True)
 class Link:
-    """Requests to one node. `certificate`: the SHA-256 of its self-signed certificate, "" where a CA signed
-    it, or for plain HTTP. Close it with `close`.
+    """Sends requests to one node. `certificate` is the SHA-256 of its self-signed certificate; it is "" where
+    a CA signed the certificate, and for plain HTTP. Close it with `close`.
     """
 
     url: str
@@ -100,12 +99,12 @@ class Link:
         async with self.open(method, path, body=body, headers=sent, silence_s=timeout_s) as opened:
             answer = await opened.whole(self.url)
         if answer.status == 503 and isinstance(answer.error, NodeStarts):
-            raise NobodyListens(f"{self.url}: {answer.error}")
+            raise NotListening(f"{self.url}: {answer.error}")
         return answer
 
     async def call(self, method: str, path: str, **more: Any) -> Any:
-        """The answer's JSON, of a request as of `ask`. Raises Unreachable, and ClientError for an error
-        status.
+        """Send a request as `ask` does, and return the JSON of its answer. Raises Unreachable, and
+        ClientError for an error status.
         """
         answer = await self.ask(method, path, **more)
         if answer.status >= 300:
@@ -116,13 +115,13 @@ class Link:
     async def stream(
         self, path: str, *, headers: Mapping[str, str] | None = None, silence_s: float = ANSWER_S
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The body of a GET as it comes. Raises Unreachable, and ClientError for an error status; the body
-        raises Unreachable when the connection breaks, or is silent for `silence_s`.
+        """Send a GET and give its body while it arrives. Raises Unreachable, and ClientError for an error
+        status; the body raises Unreachable when the connection breaks, or is silent for `silence_s`.
         """
         async with self.open("GET", path, headers=headers, silence_s=silence_s) as opened:
             if opened.status >= 300:
                 error = (await opened.whole(self.url)).error
-                raise NobodyListens(f"{self.url}: {error}") if isinstance(error, NodeStarts) else error
+                raise NotListening(f"{self.url}: {error}") if isinstance(error, NodeStarts) else error
             yield opened.pieces
 
     @asynccontextmanager
@@ -135,8 +134,8 @@ class Link:
         headers: Mapping[str, str] | None = None,
         silence_s: float = ANSWER_S,
     ) -> AsyncIterator[OpenAnswer]:
-        """Send one request and give its answer, whatever its status, before its body is there. Raises
-        Unreachable, as the body does when the connection breaks or is silent for `silence_s`.
+        """Send one request and give its answer before the body has arrived, whatever the status is. Raises
+        Unreachable; the body raises it too, when the connection breaks or is silent for `silence_s`.
         """
         response = await self._send(method, path, body, dict(headers or {}), silence_s)
         pieces = self._pieces(response)
@@ -146,8 +145,8 @@ class Link:
         finally:
             with trio.move_on_after(CONNECT_S, shield=True), suppress(Unreachable, *FAULTS):
                 await response.aclose()
-                # httpx2 leaves its generator to the garbage collector in mid-body, and Trio warns about that:
-                # read on, it ends with its connection
+                # httpx2 leaves its generator to the garbage collector in the middle of a body, and Trio warns
+                # about that. Reading on ends the generator, because its connection is closed.
                 async for _ in pieces:
                     pass
 
@@ -163,7 +162,7 @@ class Link:
             async for piece in response.aiter_raw():
                 yield piece
         except FAULTS as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable_error(error) from error
 
     async def _send(
         self,
@@ -185,7 +184,7 @@ class Link:
             )
             return await client.send(request, stream=True)
         except FAULTS as error:
-            raise self._unreachable(error) from error
+            raise self._unreachable_error(error) from error
 
     def _open(self) -> httpx2.AsyncClient:
         if self._client is None:
@@ -194,6 +193,6 @@ class Link:
             self._client = httpx2.AsyncClient(verify=verify, trust_env=False, limits=limits)
         return self._client
 
-    def _unreachable(self, error: Exception) -> Unreachable:
+    def _unreachable_error(self, error: Exception) -> Unreachable:
         refused = any(isinstance(each, ConnectionRefusedError) for each in causes(error))
-        return (NobodyListens if refused else Unreachable)(f"{self.url} does not answer: {reason_of(error)}")
+        return (NotListening if refused else Unreachable)(f"{self.url} does not answer: {reason_of(error)}")

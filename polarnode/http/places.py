@@ -1,10 +1,10 @@
-"""The places of a socket, and the tries of an address.
+"""The places of a socket's connections, and how often an address may try a key.
 
-A socket has a fixed number of places. When all are taken, a new connection takes the place of the oldest one
-that has not shown the token or key (of the peer with the most of them), else of the one that is idle
-longest; a request of somebody who was let in is never ended for another. So neither silent connections nor
-slow ones keep out who has the token. One key has a share of the places, and an address that shows wrong keys
-has few tries.
+A socket has a fixed number of places. When all are taken, a new connection replaces the oldest one that has
+not shown the token or a key; if several peers have such connections, the peer with the most loses one. If
+every connection has shown a token or key, the one that has been idle longest is replaced. A running request
+of an admitted client is never ended for another. So neither silent nor slow connections can lock out a client
+that has the token. One key gets a share of the places, and an address that shows wrong keys gets few tries.
 """
 
 from collections import Counter
@@ -17,37 +17,40 @@ from hypercorn.typing import HTTPScope
 
 from polarnode.support.bounded import remember
 
-# of a socket's places, what streams may take: the others remain for short requests
-STREAMING: Final = 0.75
-# connections of one key: an agent that samples 128 answers at once fills a GPU by itself, and four such
-# agents the socket of captures
-KEY_CONNECTIONS: Final = 128
-# tries of one address without a key that is right, at once: 64 agents behind it open four connections each
-# before the first of them has shown its key
+# Streams may take this share of a socket's places. The other places remain for short requests.
+MAX_STREAM_SHARE: Final = 0.75
+# The connections of one key. An agent that samples 128 answers at once fills a GPU by itself, and four such
+# agents fill the socket of captures.
+MAX_KEY_CONNECTIONS: Final = 128
+# An address may make this many tries at once without a right key: 64 agents behind one address open four
+# connections each before the first of them has shown its key.
 TRIES: Final = 256
-# and then so many a second: a handshake takes some 1.5 ms of the loop, so an address takes 3 % of it
+# After that an address may make this many tries a second. A handshake takes some 1.5 ms of the event loop, so
+# one address takes 3 % of it.
 TRIES_PER_S: Final = 20.0
-ADDRESSES: Final = 4096  # remembered, 200 bytes each; who has so many has a new one for every try
-PLACE: Final = "polarnode.place"  # the key of a connection's `Place` in a request's scope["state"]
+# This many addresses are remembered, at 200 bytes each. An attacker with more uses a new one for every try.
+MAX_ADDRESSES: Final = 4096
+SLOT_KEY: Final = "polarnode.place"  # the key of a connection's `Place` in a request's scope["state"]
 
 
 @define(eq=False)
-class Tries:
-    """What each address may still try without a key that is right: a bucket of TRIES tokens that wins
-    TRIES_PER_S of them back. Nobody's word about another address (`X-Forwarded-For`) counts here.
+class AddressTries:
+    """Limits how often each address may try without a right key: a bucket of TRIES tokens that regains
+    TRIES_PER_S of them every second. A header that names another address (`X-Forwarded-For`) is ignored.
     """
 
-    _left: dict[str, tuple[float, float]] = field(factory=dict, init=False)  # tokens at a time, by address
+    # by address: the tokens that were left, and when that was
+    _left: dict[str, tuple[float, float]] = field(factory=dict, init=False)
 
     def take(self, peer: str, now: float) -> bool:
         """Take one try. False when none is left."""
         left, since = self._left.get(peer, (float(TRIES), now))
         left = min(float(TRIES), left + TRIES_PER_S * (now - since))
-        remember(self._left, peer, (left - 1.0 if left >= 1.0 else left, now), most=ADDRESSES)
+        remember(self._left, peer, (left - 1.0 if left >= 1.0 else left, now), most=MAX_ADDRESSES)
         return left >= 1.0
 
     def give_back(self, peer: str) -> None:
-        """Return a try that came to a right key."""
+        """Return the try of a connection that has shown a right key."""
         if peer in self._left:
             left, since = self._left[peer]
             self._left[peer] = (left + 1.0, since)
@@ -56,11 +59,12 @@ class Tries:
 @define(eq=False)
 class Place:
     """A connection's place on its socket. `close` closes the connection; `since` is when it was accepted, or
-    when its last request ended. `admitted`: a request on it had the token, or the key. `owner`: whose key the
-    last one had, on a socket of several. `tried`: it took one of its address's tries.
+    when its last request ended. `admitted`: a request on it had the token, or a key. `owner`: the owner of
+    the key that the last request had, on a socket with several keys. `tried`: it took one of its address's
+    tries.
     """
 
-    places: "Places"
+    places: "ConnectionSlots"
     peer: str
     close: Callable[[], None]
     since: float
@@ -71,10 +75,10 @@ class Place:
     tried: bool = False
 
     def admit(self, owner: str = "") -> bool:
-        """Record that a request on it had the token, or the key of `owner`. False when `owner` has as many
-        connections as one may.
+        """Record that a request on this connection had the token, or the key of `owner`. Return False when
+        `owner` already has as many connections as one owner may.
         """
-        if owner != self.owner and self.places.of(owner) >= KEY_CONNECTIONS:
+        if owner != self.owner and self.places.of(owner) >= MAX_KEY_CONNECTIONS:
             return False
         if self.tried:
             self.places.tries.give_back(self.peer)
@@ -91,23 +95,23 @@ class Place:
         return self.streaming
 
     def rest(self, now: float) -> None:
-        """A response has ended."""
+        """Record that a response has ended."""
         self.busy, self.streaming, self.since = False, False, now
 
 
 @define(eq=False)
-class Places:
+class ConnectionSlots:
     """The places of one socket, at most `limit`."""
 
     limit: int
-    tries: Tries = field(factory=Tries, init=False)
+    tries: AddressTries = field(factory=AddressTries, init=False)
     _taken: dict[Place, None] = field(factory=dict, init=False)  # oldest connection first
 
     def take(self, peer: str, close: Callable[[], None], now: float) -> tuple[Place | None, Place | None]:
-        """A place for a new connection, and the one that was closed for it. No place when a request of
-        somebody who was let in is running on every one.
+        """Return a place for a new connection, and the place whose connection was closed for it, if any. No
+        place is returned when every connection runs a request of an admitted client.
         """
-        closed = self._least() if len(self._taken) >= self.limit else None
+        closed = self._slot_to_close() if len(self._taken) >= self.limit else None
         if closed is not None:
             self.leave(closed)
             closed.close()
@@ -118,7 +122,7 @@ class Places:
         return place, closed
 
     def leave(self, place: Place) -> None:
-        """Give a place back. Harmless when it was."""
+        """Give a place back. Nothing happens if that was done before."""
         self._taken.pop(place, None)
 
     def of(self, owner: str) -> int:
@@ -126,9 +130,9 @@ class Places:
         return sum(place.owner == owner for place in self._taken)
 
     def has_room_for_stream(self) -> bool:
-        return sum(place.streaming for place in self._taken) < self.limit * STREAMING
+        return sum(place.streaming for place in self._taken) < self.limit * MAX_STREAM_SHARE
 
-    def _least(self) -> Place | None:
+    def _slot_to_close(self) -> Place | None:
         strangers = [place for place in self._taken if not place.admitted]
         if strangers:
             peer, _ = Counter(place.peer for place in strangers).most_common(1)[0]
@@ -137,13 +141,13 @@ class Places:
         return min(idle, key=lambda place: place.since, default=None)
 
 
-def place_of(scope: HTTPScope) -> Place | None:
+def slot_of(scope: HTTPScope) -> Place | None:
     """The place of a request's connection; None under a server other than `open_server`'s."""
-    return cast("dict[str, Place]", scope.get("state") or {}).get(PLACE)
+    return cast("dict[str, Place]", scope.get("state") or {}).get(SLOT_KEY)
 
 
 def admit(scope: HTTPScope) -> None:
     """Record that the request had what its app asks for: the token, a key, or nothing."""
-    place = place_of(scope)
+    place = slot_of(scope)
     if place is not None:
         place.admit()

@@ -1,7 +1,7 @@
-"""A certificate of a server's own, made once: for clients that pin it, so that no authority is needed.
+"""A self-signed certificate of a server, which is made once. Clients pin it, so that no authority is needed.
 
-Invariant: the key's file is its user's alone from its first byte, and is complete before the certificate's
-name exists; a pair that is there is never replaced, because others have pinned it.
+Invariant: only its user can read the key's file, from its first byte on, and the key is complete before the
+certificate's file exists. An existing pair is never replaced, because others have pinned it.
 """
 
 import os
@@ -16,36 +16,36 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from polarnode.core.errors import ConfigError, boundary
-from polarnode.support.bounded import private_opener
+from polarnode.support.bounded import open_private
 
-DAYS: Final = 3650  # whoever pins it looks at no date; a machine lasts ten years
-EARLIER: Final = timedelta(days=1)  # for others whose clocks are behind
+DAYS: Final = 3650  # clients that pin it check no date, and a machine lasts ten years
+CLOCK_MARGIN: Final = timedelta(days=1)  # for machines whose clocks are behind
 
 
 def self_signed(folder: Path, host: str) -> tuple[str, str]:
-    """The files of a folder's own certificate and key, `tls.crt` and `tls.key`; made for `host` where there
-    are none. Raises ConfigError where they cannot be written.
+    """Return the paths of a folder's certificate and key, `tls.crt` and `tls.key`. They are made for `host`
+    if they do not exist. Raises ConfigError where they cannot be written.
     """
     chain, key = folder / "tls.crt", folder / "tls.key"
     with boundary(ConfigError, f"a certificate cannot be kept in {folder}"):
         if not (chain.exists() and key.exists()):
             secret = ec.generate_private_key(ec.SECP256R1())
             _keep(key, secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-            _keep(chain, _certificate(secret, host).public_bytes(Encoding.PEM))
+            _keep(chain, _make_certificate(secret, host).public_bytes(Encoding.PEM))
     return str(chain), str(key)
 
 
 def _keep(path: Path, data: bytes) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.unlink(missing_ok=True)
-    with open(part, "wb", opener=private_opener) as file:
+    with open(part, "wb", opener=open_private) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     part.rename(path)
 
 
-def _certificate(key: ec.EllipticCurvePrivateKey, host: str) -> x509.Certificate:
+def _make_certificate(key: ec.EllipticCurvePrivateKey, host: str) -> x509.Certificate:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "polarnode")])
     try:
         general: x509.GeneralName = x509.IPAddress(ip_address(host))
@@ -54,6 +54,6 @@ def _certificate(key: ec.EllipticCurvePrivateKey, host: str) -> x509.Certificate
     now = datetime.now(UTC)
     made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
     made = made.serial_number(x509.random_serial_number())
-    made = made.not_valid_before(now - EARLIER).not_valid_after(now + timedelta(days=DAYS))
+    made = made.not_valid_before(now - CLOCK_MARGIN).not_valid_after(now + timedelta(days=DAYS))
     made = made.add_extension(x509.SubjectAlternativeName([general]), critical=False)
     return made.sign(key, SHA256())

@@ -1,9 +1,9 @@
 """Listening sockets, and how Hypercorn and Quart are configured to serve them.
 
 This module and `connections.py` patch hypercorn 0.18 and quart-trio 0.12, whose defaults leak connections,
-cut streams and cannot be stopped. Each patch names what was measured without it and has a test; pyproject
-pins both. The control plane is served here once, and one model endpoint per session, so opening and closing
-a server is cheap and closing is bounded whatever a peer does.
+cut streams and cannot be stopped. Each patch states what was measured without it and has a test; pyproject
+pins both. A node serves one control plane and one model endpoint for each session, so opening and closing a
+server is cheap, and closing is bounded whatever a peer does.
 """
 
 import errno
@@ -40,47 +40,52 @@ from quart_trio.asgi import TrioASGIHTTPConnection
 from quart_trio.wrappers.request import TrioBody
 
 from polarnode.core.errors import ConfigError, boundary
-from polarnode.http.asgi import BODY_S, DRAINED_BYTES
-from polarnode.http.connections import PLAIN, RECEIVED_BYTES, Connection, refusal_bytes
-from polarnode.http.places import Place, Places
+from polarnode.http.asgi import MAX_BODY_S, MAX_DRAINED_BYTES
+from polarnode.http.connections import MAX_READ_BYTES, PLAIN, Connection, refusal_bytes
+from polarnode.http.places import ConnectionSlots, Place
 
 logger = logging.getLogger(__name__)
 
-# connections that wait to be accepted: a flood of them must not make a trainer's wait a second for its next
-# try; the kernel keeps some hundred bytes of each
-BACKLOG: Final = 1024
-# open connections per socket: ten harnesses measured used 3; a runaway must not exhaust the node's
-# descriptors
+# The most connections that wait to be accepted. If a flood of them fills this queue, a trainer's connection
+# waits a second for its next try. The kernel keeps some hundred bytes of each.
+ACCEPT_BACKLOG: Final = 1024
+# The most open connections of a socket. Ten measured harnesses used 3. A runaway client must not exhaust the
+# node's descriptors.
 CONNECTIONS: Final = 256
-# of the control plane, where each stream of a trainer takes one: 384 streams
-CONTROL_CONNECTIONS: Final = 512
-# of the captures' endpoint: eight for each of the 64 captures a node holds; with TLS some 60 MB
-CAPTURE_CONNECTIONS: Final = 512
-# connections closed for others are logged once in so many seconds, with their number: a flood of them must
-# not fill the log
-LOGGED_S: Final = 10.0
-# refused connections that are given time to read why, and the seconds for it
+# The most open connections of the control plane. Each stream of a trainer takes one, and 384 may be streams.
+MAX_CONTROL_CONNECTIONS: Final = 512
+# The most open connections of the captures' endpoint: eight for each of the 64 captures that a node holds.
+# With TLS they take some 60 MB.
+MAX_CAPTURE_CONNECTIONS: Final = 512
+# Connections that were closed for others are logged once in this many seconds, with their number, so that a
+# flood of them does not fill the log.
+LOG_PERIOD_S: Final = 10.0
+# This many refused connections get this many seconds to read the reason.
 REFUSED: Final = 32
 REFUSED_S: Final = 1.0
-# a peer that reads nothing for this long is gone; a harness that compiles or swaps resumes sooner
+# A peer that reads nothing for this long is taken to be gone. A harness that compiles or swaps resumes
+# sooner.
 STALLED_MS: Final = 30_000
 ANSWERING_S: Final = 1.0  # time a closing server gives to responses in progress
-# time their tasks then have to end; one that has not is blocked in a send, and its socket is closed
+# The tasks of these responses then have this time to end. A task that has not ended is blocked in a send, and
+# its socket is closed.
 UNWINDING_S: Final = 1.0
 CLOSING_S: Final = ANSWERING_S + 3 * UNWINDING_S  # an outer limit, never reached: `close` has its own
-# for a handshake of TLS, from the connection's start: two round trips, 1 s on the slowest links
+# A TLS handshake must end within this time from the connection's start. It takes two round trips, 1 s on the
+# slowest links.
 HANDSHAKE_S: Final = 10.0
-# between looks at the files of a certificate: Kubernetes renews one days before it expires
-RENEWED_S: Final = 30.0
+# Seconds between checks of a certificate's files. Kubernetes renews a certificate days before it expires.
+CERTIFICATE_CHECK_S: Final = 30.0
 
 # ── TLS ────────────────────────────────────────────────────────────
 
 
 @define(eq=False)
 class Certificate:
-    """A certificate chain and its key, two PEM files, as `context` for new connections. `watch` reads them
-    again when they change, so that a certificate may be renewed meanwhile. Raises ConfigError, which names
-    the settings that begin with `settings`. `digest` is the certificate's SHA-256, as clients pin it.
+    """A certificate chain and its key, read from two PEM files into the `context` of new connections. `watch`
+    reads the files again when they change, so that a certificate may be renewed while it serves. Raises
+    ConfigError, which names the settings that begin with `settings`. `digest` is the certificate's SHA-256,
+    as clients pin it.
     """
 
     chain: str
@@ -91,21 +96,21 @@ class Certificate:
     _seen: tuple[tuple[int, int], ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._seen = self._stamps()
+        self._seen = self._file_stamps()
         self.context, self.digest = self._read()
 
     async def watch(self) -> None:
-        """Look at the files every RENEWED_S, for ever."""
+        """Look at the files every CERTIFICATE_CHECK_S, for ever."""
         while True:
-            await trio.sleep(RENEWED_S)
+            await trio.sleep(CERTIFICATE_CHECK_S)
             await self.renew()
 
     async def renew(self) -> None:
-        """Read the files again if they changed. Those that do not fit leave the old ones in use: a chain and
-        its key may be written one after the other.
+        """Read the files again if they changed. If the new chain and key do not fit each other, the old ones
+        stay in use, because the two files may be written one after the other.
         """
         try:
-            stamps = await trio.to_thread.run_sync(self._stamps)
+            stamps = await trio.to_thread.run_sync(self._file_stamps)
             if stamps != self._seen:
                 self.context, self.digest = await trio.to_thread.run_sync(self._read)
                 self._seen = stamps
@@ -113,8 +118,8 @@ class Certificate:
         except ConfigError as error:
             logger.warning("the certificate in use stays: %s", error)
 
-    def _stamps(self) -> tuple[tuple[int, int], ...]:
-        """What changes when a file, or where a link leads, does."""
+    def _file_stamps(self) -> tuple[tuple[int, int], ...]:
+        """Numbers of both files that change when a file is written, or a link leads to another file."""
         stamps = []
         for name, path in (("cert", self.chain), ("key", self.key)):
             with boundary(ConfigError, f"{self.settings}_{name} {path} cannot be read"):
@@ -123,8 +128,8 @@ class Certificate:
         return tuple(stamps)
 
     def _read(self) -> tuple[ssl.SSLContext, str]:
-        """TLS 1.2 and 1.3 for HTTP/1.1 alone; nothing is negotiated again within a connection. With the
-        digest of the first certificate of the chain, the server's own.
+        """Return a context for TLS 1.2 and 1.3 and for HTTP/1.1 only, without renegotiation, and the digest
+        of the chain's first certificate, which is the server's own.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -156,12 +161,13 @@ class Address:
     port: int
 
 
-BUFFERED_BYTES: Final = 4 << 20  # of a body that its handler has not taken: some writes to a disk
+# The most bytes of a body that wait for its handler: enough for some writes to a disk.
+MAX_BUFFERED_BYTES: Final = 4 << 20
 
 
 class StreamedBody(TrioBody):
-    """The body of a PUT, whose size its handler limits: `async for` takes it piece by piece, and no more than
-    BUFFERED_BYTES wait for that.
+    """The body of a PUT, whose size its handler limits. `async for` takes it piece by piece, and at most
+    about MAX_BUFFERED_BYTES are received before they are taken.
     """
 
     def __init__(self) -> None:
@@ -174,29 +180,31 @@ class StreamedBody(TrioBody):
         return data
 
     async def wait_room(self) -> None:
-        """Until the handler has taken enough for more to be received."""
-        while len(self._data) > BUFFERED_BYTES:
+        """Wait until the handler has taken enough that more can be received."""
+        while len(self._data) > MAX_BUFFERED_BYTES:
             self._taken = trio.Event()
             await self._taken.wait()
 
     async def drop_rest(self) -> None:
-        """Read what the handler did not take: a client that is still sending does not read its refusal."""
+        """Read and drop what the handler did not take, because a client that is still sending does not read
+        its refusal.
+        """
         dropped = 0
-        with trio.move_on_after(BODY_S):
+        with trio.move_on_after(MAX_BODY_S):
             async for data in self:
                 dropped += len(data)
-                if dropped > DRAINED_BYTES:
+                if dropped > MAX_DRAINED_BYTES:
                     return
 
 
-class MendedConnection(TrioASGIHTTPConnection):
+class PatchedConnection(TrioASGIHTTPConnection):
     """quart-trio's connection, without the cancellation that leaves sockets open.
 
     After a whole response Hypercorn sends the app `http.disconnect`; quart-trio then cancels the request, and
     with it the send that is about to close the connection or to restart its idle timer. Measured without this
-    patch: a connection with `Connection: close` still open after 12 s, and idle connections that never time
-    out. So a disconnect is ignored once the last body message is handed over. And bodies come as their
-    handlers take them.
+    patch: a connection with `Connection: close` was still open after 12 s, and idle connections never timed
+    out. So a disconnect is ignored once the last body message has been handed over. In addition, the body of
+    a PUT is received only as fast as its handler takes it.
     """
 
     answered = False
@@ -212,14 +220,14 @@ class MendedConnection(TrioASGIHTTPConnection):
             await body.wait_room()
             return await receive()
 
-        async def after_the_body(message: ASGISendEvent) -> None:
+        async def send_after_body(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.start":
                 await body.drop_rest()
             await send(message)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.handle_messages, nursery, request, paced)
-            nursery.start_soon(self.handle_request, nursery, request, after_the_body)
+            nursery.start_soon(self.handle_request, nursery, request, send_after_body)
 
     async def handle_messages(  # type: ignore[override]
         self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
@@ -241,7 +249,7 @@ def mend(app: QuartTrio) -> None:
     """Configure a Quart app for streams: its default time limits (60 s) cut a response in the middle, without
     an error.
     """
-    app.asgi_http_class = MendedConnection
+    app.asgi_http_class = PatchedConnection
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None)
 
 
@@ -264,9 +272,9 @@ async def open_server(
     if isinstance(app, QuartTrio):
         mend(app)
     sock = listening_socket(where) if isinstance(where, Address) else where
-    places = Places(limit=connections or CONNECTIONS)
+    places = ConnectionSlots(limit=connections or CONNECTIONS)
     server = _Server(
-        app=wrap_app(app, 0, "asgi"), listener=_listener(sock), places=places, certificate=certificate
+        app=wrap_app(app, 0, "asgi"), listener=_trio_listener(sock), places=places, certificate=certificate
     )
     failed: Exception | None = None
     async with trio.open_nursery() as nursery:
@@ -287,7 +295,7 @@ def listening_socket(address: Address) -> socket.socket:
     """Open a listening socket. The message of a ConfigError names the setting to change."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        return socket.create_server((address.host, address.port), family=family, backlog=ACCEPT_BACKLOG)
     except OSError as error:
         remedy = (
             "choose another with --port"
@@ -299,9 +307,9 @@ def listening_socket(address: Address) -> socket.socket:
         ) from error
 
 
-def _listener(sock: socket.socket) -> trio.SocketListener:
-    """Accepted sockets inherit the time limit for a peer that stops reading: Hypercorn shields every send and
-    sets no limit itself.
+def _trio_listener(sock: socket.socket) -> trio.SocketListener:
+    """Set the time limit for a peer that stops reading, which accepted sockets inherit: Hypercorn shields
+    every send and sets no limit itself.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
@@ -324,7 +332,7 @@ class _Server:
 
     app: AppWrapper
     listener: trio.SocketListener
-    places: Places
+    places: ConnectionSlots
     certificate: Certificate | None = None
     config: Config = field(factory=_config)
     _context: WorkerContext = field(factory=partial(WorkerContext, None), init=False)
@@ -342,16 +350,16 @@ class _Server:
         """Serve until closed, even when the surrounding tasks are cancelled."""
         with self._service, self._connected:
             async with trio.open_nursery() as connections:
-                connections.start_soon(self._accept, connections)
+                connections.start_soon(self._accept_connections, connections)
         self._emptied.set()
 
     async def watch(self) -> None:
-        """Keep the certificate that of its files, until closed."""
+        """Keep the certificate up to date with its files, until closed."""
         with self._watching:
             if self.certificate is not None:
                 await self.certificate.watch()
 
-    async def _accept(self, connections: trio.Nursery) -> None:
+    async def _accept_connections(self, connections: trio.Nursery) -> None:
         with self._accepting:
             await trio.serve_listeners(self._connection, [self.listener], handler_nursery=connections)
 
@@ -359,10 +367,10 @@ class _Server:
         """Serve one connection to its end and log its errors, because Hypercorn lets one error end the whole
         server.
         """
-        peer, now = _peer(stream), trio.current_time()
+        peer, now = _peer_address(stream), trio.current_time()
         if self.certificate is not None and not self.places.tries.take(peer, now):
             self._count_displaced()
-            stream.socket.close()  # without a word, which would take a handshake
+            stream.socket.close()  # without a response, which would take a handshake
             return
         with trio.CancelScope() as scope:
             place, displaced = self.places.take(peer, partial(_end, stream, scope), now)
@@ -387,7 +395,7 @@ class _Server:
         if self.certificate is not None:
             place.tried = True
             secure = trio.SSLStream(stream, self.certificate.context, server_side=True, https_compatible=True)
-            if not await _shaken(secure):
+            if not await _shake_hands(secure):
                 return
         connection = Connection(self.app, self.config, self._context, secure or stream, place)
         try:
@@ -397,8 +405,8 @@ class _Server:
             connection.protocol = None  # type: ignore[assignment]
 
     async def _refuse(self, stream: trio.SocketStream) -> None:
-        """Answer 503. What the client has sent is read, because closing a socket with unread bytes takes the
-        answer back.
+        """Answer 503. What the client has sent is read first, because closing a socket that has unread bytes
+        discards the answer.
         """
         try:
             self._refused.acquire_nowait()
@@ -408,7 +416,7 @@ class _Server:
             with trio.move_on_after(REFUSED_S), suppress(trio.BrokenResourceError, trio.ClosedResourceError):
                 await stream.send_all(refusal_bytes(503))
                 await stream.send_eof()
-                while await stream.receive_some(RECEIVED_BYTES):
+                while await stream.receive_some(MAX_READ_BYTES):
                     pass
         finally:
             self._refused.release()
@@ -416,7 +424,7 @@ class _Server:
     def _count_displaced(self) -> None:
         self._displaced += 1
         now = trio.current_time()
-        if now >= self._logged + LOGGED_S:
+        if now >= self._logged + LOG_PERIOD_S:
             logger.warning(
                 "%d connections were closed for newer ones or refused: %d may be open on this socket, and an"
                 " address that shows no right key has few",
@@ -445,8 +453,8 @@ class _Server:
         self._service.cancel()
 
 
-async def _shaken(stream: trio.SSLStream[trio.SocketStream]) -> bool:
-    """Shake hands. False, and a 400 to plain HTTP, for a client that does not."""
+async def _shake_hands(stream: trio.SSLStream[trio.SocketStream]) -> bool:
+    """Do the TLS handshake. Return False where it fails; a client that speaks plain HTTP gets a 400."""
     try:
         with trio.fail_after(HANDSHAKE_S):
             await stream.do_handshake()
@@ -461,8 +469,10 @@ async def _shaken(stream: trio.SSLStream[trio.SocketStream]) -> bool:
     return True
 
 
-def _peer(stream: trio.SocketStream) -> str:
-    """The address of a client; of IPv6 its first half, because everyone has a whole network of the others."""
+def _peer_address(stream: trio.SocketStream) -> str:
+    """The address of a client. Of an IPv6 address only the first half counts, because every client has a
+    whole network of second halves.
+    """
     try:
         address = str(stream.socket.getpeername()[0]).partition("%")[0]
     except OSError:  # it has left already
@@ -471,7 +481,7 @@ def _peer(stream: trio.SocketStream) -> str:
 
 
 def _end(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-    """Close a connection from outside: its sends are shielded, and end with the socket."""
+    """Close a connection from outside. Its sends are shielded, and end because the socket is shut down."""
     with suppress(OSError):
         stream.socket.shutdown(socket.SHUT_RDWR)
     scope.cancel()

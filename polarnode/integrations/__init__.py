@@ -1,1 +1,3 @@
-"""Other projects' HTTP interfaces, each on the port `api.service.Service` alone."""
+"""Other projects' HTTP interfaces, which use only the port `api.service.NodeService`, and plug-ins that run
+in trainers' processes.
+"""

@@ -10,8 +10,8 @@ areal/infra/workflow_executor.py, areal/infra/remote_inf_engine.py). One episode
 sessions, so AReaL's own groups stay at one (`gconfig.n_samples: 1`): the node knows the group, and rewards
 are compared by session, not by row (`reward_norm: null`).
 
-AReaL counts weights in numbers and names none in its updates; the node has names of its own. At the begin and
-the end of each episode the workflow reads both, and so learns which name is which number.
+AReaL counts its weights in numbers and names none in its updates; the node has names of its own. At the
+beginning and the end of each episode the workflow reads both, and so learns which name is which number.
 """
 
 import logging
@@ -38,41 +38,43 @@ from polarnode.trainers import areal
 
 log = logging.getLogger(__name__)
 
-Compared = Estimator | Literal["none"]
-ESTIMATORS: Final[tuple[Compared, ...]] = ("grpo", "grpo_without_std", "leave_one_out", "none")
+EstimatorName = Estimator | Literal["none"]
+ESTIMATORS: Final[tuple[EstimatorName, ...]] = ("grpo", "grpo_without_std", "leave_one_out", "none")
 
 
 @define(eq=False)
 class LearnedVersions:
-    """Which of AReaL's numbers each of the node's weight versions is, as far as they were seen together."""
+    """AReaL's number of each of the node's weight versions, as far as the two were seen together."""
 
     numbers: dict[str, int] = field(factory=dict)
 
-    def saw(self, version: str, number: int) -> None:
-        """The node served `version` while AReaL was at `number`. AReaL counts on after the node serves the
-        new weights, so the larger number is right.
+    def record_version(self, version: str, number: int) -> None:
+        """Note that the node served `version` while AReaL was at `number`. AReaL counts on after the node
+        serves the new weights, so the larger number is right.
         """
         self.numbers[version] = max(number, self.numbers.get(version, 0))
 
     async def look(self, engine: Any, rollouts: NodeRollouts) -> int:
-        """AReaL's number of the weights, having seen which version the node serves."""
+        """Read which version the node serves, note it, and return AReaL's number of the weights."""
         number = int(engine.get_version())
-        self.saw((await rollouts.client.weights()).version, number)
+        self.record_version((await rollouts.client.weights()).version, number)
         return number
 
     def number(self, version: str, earliest: int) -> int:
-        """Its number; `earliest`, AReaL's when the episode began, for a version that nobody named or saw."""
+        """The number of a version. For a version that nobody named or saw it is `earliest`, AReaL's number
+        when the episode began.
+        """
         return self.numbers.get(version, earliest) if version else earliest
 
 
-# what was learned of each node: AReaL makes a new workflow for each training step
-_LEARNED: Final[dict[str, LearnedVersions]] = {}
+# What was learned of each node is kept here, because AReaL makes a new workflow for each training step.
+_LEARNED_VERSIONS: Final[dict[str, LearnedVersions]] = {}
 
 
 class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
     """Runs each row of AReaL's dataset as one task of `samples` sessions.
 
-    * `url`, `token`, `task`, `run`, `patience_s`: of `plugin_settings`; POLARNODE_URL and so on instead.
+    * `url`, `token`, `task`, `run`, `patience_s`: see `plugin_settings`; POLARNODE_URL and so on instead.
     * `samples`: sessions of one row. `estimator`: how their rewards become advantages (docs/groups.md), or
       "none", which gives AReaL rewards, for its own normalisation over rows.
     * `rl_loss_weight`, `distill_loss_weight`: AReaL's, of rewards and of the teacher that the task's
@@ -85,7 +87,7 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
         self,
         *,
         samples: int = 1,
-        estimator: Compared = "grpo",
+        estimator: EstimatorName = "grpo",
         rl_loss_weight: float = 1.0,
         distill_loss_weight: float = 0.005,
         temperature: float = 1.0,
@@ -114,8 +116,9 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
         }
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, Any] | None:
-        """The rows of the row's usable sessions as tensors, or None, which AReaL replaces: no session is
-        usable, the group is dropped, or the machine lost it. A reward of 0 is never made up.
+        """Run the task of a row, and return the rows of its usable sessions as tensors. It returns None,
+        which AReaL replaces, if no session is usable, the group is dropped, or the machine lost it. A reward
+        of 0 is never made up.
         """
         spec = task_of(
             self.settings,
@@ -124,7 +127,7 @@ class PolarnodeWorkflow(RolloutWorkflow):  # type: ignore[misc]
             sampling=self.sampling,
             evaluation=workflow_context.get().is_eval,
         )
-        versions = _LEARNED.setdefault(self.settings.url, LearnedVersions())
+        versions = _LEARNED_VERSIONS.setdefault(self.settings.url, LearnedVersions())
         rollouts = shared_rollouts(self.settings)
         try:
             earliest = await versions.look(engine, rollouts)

@@ -1,4 +1,4 @@
-"""NeMo RL: its weights into a node, by the hook that NeMo RL has for them.
+"""NeMo RL: brings its weights to a node, by the hook that NeMo RL has for this.
 
 Rollouts come through NeMo Gym (`polarnode gym-agent`), which samples from the node's engine. NeMo RL updates
 only its own generation workers. Before it does, `refit_policy_generation` (nemo_rl/algorithms/grpo.py at
@@ -28,7 +28,7 @@ from polarnode.core.errors import ConfigError
 from polarnode.core.weights import WeightsStatus
 
 ENVIRONMENT: Final = ("POLARNODE_URL", "POLARNODE_TOKEN", "POLARNODE_WEIGHTS")
-KEPT = 2  # checkpoints: the one that is served, and the one that is written
+KEPT = 2  # checkpoints: the one that is served, and the one that is being written
 # NeMo RL's automodel checkpoints: a Hugging Face folder beside the sharded one
 # (`Checkpointer.save_model` of nemo_automodel/components/checkpoint/checkpointing.py, 0.7.0)
 HF_FOLDER: Final = Path("model", "consolidated")
@@ -44,9 +44,10 @@ class NodeWeights:
     """NeMo RL's `WeightSynchronizer` (nemo_rl/weight_sync/interfaces.py) for a node at `url`.
 
     `policy` is its Policy, and `refit` updates its own generation workers as it would have. `folder` is a
-    directory that the policy's workers write and the node reads under the same path. `checkpointing` is
-    NeMo RL's configuration of that name. Versions are whole numbers: the first is one more than the node's
-    highest, or 1. A copy of the generation in another process (async GRPO's collector) has None in its place.
+    directory that the policy's workers write and the node reads under the same path. `checkpointing` is NeMo
+    RL's configuration of that name. Versions are whole numbers: the first is one more than the node's
+    highest, or 1. A copy of the generation in another process (async GRPO's collector) has None instead of a
+    NodeWeights.
     """
 
     url: str
@@ -55,18 +56,19 @@ class NodeWeights:
     policy: Any = field(repr=False)
     refit: Callable[..., Any] = field(repr=False)
     checkpointing: Mapping[str, Any] = field(factory=dict, repr=False)
-    version: int = 0  # the last that was served; 0 for none
+    version: int = 0  # the last version that was served; 0 for none
     _before: Any = field(default=None, repr=False)
 
     def sync_weights(self, *, timer: Any = None, kv_scales: Any = None) -> Any:
         """Save the policy, update NeMo RL's own workers, and push the checkpoint to the node. Returns NeMo
-        RL's metrics. Raises what any of the three raises: the trainer stops, and no policy is trained on the
-        samples of another.
+        RL's metrics. Raises what any of the three raises; the trainer then stops, so that no policy is
+        trained on the samples of another.
         """
         node = PolarnodeClient(self.url, token=self.token)
         version = (self.version or _last_number(node.weights())) + 1
-        # saved first: a colocated policy leaves the GPU when NeMo RL's own workers have its weights
-        checkpoint = self._save(version)
+        # The checkpoint is saved first, because a colocated policy leaves the GPU once NeMo RL's own workers
+        # have its weights.
+        checkpoint = self._save_checkpoint(version)
         metrics = self.refit(timer=timer, kv_scales=kv_scales)
         node.update_weights(str(version), path=checkpoint)
         self.version = version
@@ -74,10 +76,10 @@ class NodeWeights:
             shutil.rmtree(old, ignore_errors=True)
         return metrics
 
-    def _save(self, version: int) -> Path:
-        """The policy as a Hugging Face checkpoint, with its tokenizer."""
+    def _save_checkpoint(self, version: int) -> Path:
+        """Save the policy as a Hugging Face checkpoint, with its tokenizer."""
         saved = self.folder / f"version_{version}"
-        shutil.rmtree(saved, ignore_errors=True)  # of a run that was stopped in the middle
+        shutil.rmtree(saved, ignore_errors=True)  # left by a run that was stopped while it saved
         self.policy.save_checkpoint(
             weights_path=str(saved),
             tokenizer_path=str(saved / "tokenizer"),
@@ -100,7 +102,7 @@ class NodeWeights:
         return self.version == 0
 
     def init_communicator(self) -> None:
-        """Nothing to open: each update has a connection of its own."""
+        """Do nothing, because each update has a connection of its own."""
         if self._before is not None:
             self._before.init_communicator()
 
@@ -111,7 +113,9 @@ class NodeWeights:
 
 
 def _last_number(weights: WeightsStatus) -> int:
-    """The highest number that the node ever served under: a version names one set of weights for ever."""
+    """The highest number that the node ever served under. It may not be used again, because a version names
+    one set of weights forever.
+    """
     return max(int(each) for each in ("0", weights.version, *weights.versions) if each.isdecimal())
 
 
@@ -131,7 +135,7 @@ def attach(
     def refit(*, timer: Any, kv_scales: Any) -> Any:
         if before is not None:
             return before.sync_weights(timer=timer, kv_scales=kv_scales)
-        generation.weight_synchronizer = None  # as NeMo RL finds it without a node
+        generation.weight_synchronizer = None  # its value without a node
         try:
             return refit_policy_generation(policy, generation, colocated, timer=timer, kv_scales=kv_scales)
         finally:

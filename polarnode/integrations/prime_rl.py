@@ -41,7 +41,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
 from polarnode.integrations.rollout_tasks import (
-    WHOLE_GROUPS,
+    WHOLE_GROUP_FIELDS,
     SessionLost,
     plugin_settings,
     shared_rollouts,
@@ -55,8 +55,8 @@ __all__ = ["PolarnodeHarness", "PolarnodeTaskset"]
 
 log = logging.getLogger(__name__)
 
-REWARD: Final = "polarnode"  # the name of the node's reward among a trace's
-FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows no others
+REWARD: Final = "polarnode"  # the name of the node's reward among a trace's rewards
+KNOWN_FINISHES: Final = frozenset({"stop", "length", "tool_calls"})  # verifiers knows no other reasons
 # What verifiers calls a run that a budget ended. Its `is_truncated` knows these names alone, and it has none
 # for time or for turns that repeat.
 TRUNCATED: Final = {
@@ -65,33 +65,36 @@ TRUNCATED: Final = {
     "run": "max_turns",
     "tokens": "max_total_tokens",
 }
-# of a sampling configuration in verifiers, what a node takes; its extras are vLLM's
+# The fields of a sampling configuration in verifiers that a node takes; its extras are vLLM's.
 SAMPLING: Final = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
 
-# what prime-rl has in place of a task's settings of whole groups: a rollout is a task of its own here
+# What to use in prime-rl in place of a task's settings of whole groups, because here each rollout is a task
+# of its own.
 OWN_GROUPS: Final = dict.fromkeys(
-    WHOLE_GROUPS, "use the filters and the group_size of prime-rl's orchestrator, which has the groups"
+    WHOLE_GROUP_FIELDS, "use the filters and the group_size of prime-rl's orchestrator, which has the groups"
 )
-PEFT: Final = "base_model.model."  # what PEFT's names of tensors begin with
+PEFT_PREFIX: Final = "base_model.model."  # the prefix of PEFT's tensor names
 
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
 class PolarnodeTaskData(TaskData):  # type: ignore[misc]
-    """A task of polarnode's, whole, as it travels to the environment's server."""
+    """A whole polarnode task, in the form in which it travels to the environment's server."""
 
     polarnode: dict[str, Any] = {}  # noqa: RUF012
 
 
 class PolarnodeTask(Task[PolarnodeTaskData]):  # type: ignore[misc]
-    """Its reward is the node's."""
+    """A task whose reward is the node's."""
 
 
 class PolarnodeTasksetConfig(TasksetConfig):  # type: ignore[misc]
-    """`tasks`: a JSONL file, a task or the part of one that the harness's `task` leaves out in each line."""
+    """`tasks`: a JSONL file. Each line has a task, or the part of a task that the harness's `task` leaves
+    out.
+    """
 
     tasks: Path
 
@@ -112,9 +115,9 @@ class PolarnodeTaskset(Taskset[PolarnodeTask, PolarnodeTasksetConfig]):  # type:
 
 
 class PolarnodeHarnessConfig(HarnessConfig):  # type: ignore[misc]
-    """`url`, `task`, `run` and `patience_s` of `plugin_settings`; the token is POLARNODE_TOKEN, because
-    prime-rl writes its configuration into logs. `reward`: whether the node's reward is one of the trace's;
-    without it only the taskset's own count.
+    """`url`, `task`, `run` and `patience_s`: see `plugin_settings`. The token is POLARNODE_TOKEN, because
+    prime-rl writes its configuration into logs. `reward`: whether the node's reward is one of the trace's
+    rewards; if false, only the taskset's own rewards count.
     """
 
     url: str | None = None
@@ -125,9 +128,9 @@ class PolarnodeHarnessConfig(HarnessConfig):  # type: ignore[misc]
 
 
 class PolarnodeHarness(Harness[PolarnodeHarnessConfig]):  # type: ignore[misc]
-    """Runs a task as one session of a node and fills the trace with what it recorded."""
+    """Runs a task as one session of a node and fills the trace with the node's record."""
 
-    EXECUTES_CODE = False  # not in verifiers' runtime: the node has containers
+    EXECUTES_CODE = False  # no code runs in verifiers' runtime, because the node has containers
     NEEDS_CONTAINER = False
 
     def __init__(self, config: PolarnodeHarnessConfig) -> None:
@@ -166,11 +169,11 @@ class PolarnodeHarness(Harness[PolarnodeHarnessConfig]):  # type: ignore[misc]
 
 
 def sampling_of(config: Any) -> dict[str, Json]:
-    """A node's sampling from verifiers', as far as the node has the parameter."""
+    """The node's sampling parameters from those of verifiers, as far as the node has them."""
     given = config.model_dump(exclude_none=True)
     given = (given.get("extra_body") or {}) | given
     found = {name: given[name] for name in SAMPLING if given.get(name) is not None}
-    if found.get("top_k") == 0:  # vLLM's other word for all
+    if found.get("top_k") == 0:  # in vLLM 0 also means all
         found["top_k"] = -1
     return found
 
@@ -178,8 +181,8 @@ def sampling_of(config: Any) -> dict[str, Json]:
 def fill(trace: Trace, trajectory: Trajectory, *, reward: bool) -> None:
     """Put a session into a trace: its nodes, a call for each of its turns, its reward and its metrics.
 
-    `trace.info["polarnode"]` has what verifiers has no place for: the session's id and status, its staleness,
-    and the weight versions of each row.
+    `trace.info["polarnode"]` has the values for which verifiers has no field: the session's id and status,
+    its staleness, and the weight versions of each row.
     """
     turns = {turn.index: turn for turn in trajectory.turns}
     nodes = trace_nodes(trajectory)
@@ -189,7 +192,7 @@ def fill(trace: Trace, trajectory: Trajectory, *, reward: bool) -> None:
     for place, span in zip(sampled, spans, strict=True):
         turn = turns[span.turn]
         usage = Usage(prompt_tokens=turn.prompt_length, completion_tokens=len(turn.sampled))
-        finish = turn.finish_reason if turn.finish_reason in FINISHES else None
+        finish = turn.finish_reason if turn.finish_reason in KNOWN_FINISHES else None
         trace.calls.append(ModelCall(node=place, model=trajectory.model, finish_reason=finish, usage=usage))
     if reward and trajectory.reward is not None:
         trace.record_reward(REWARD, trajectory.reward)
@@ -215,15 +218,15 @@ def fill(trace: Trace, trajectory: Trajectory, *, reward: bool) -> None:
 
 
 class BadBroadcast(Exception):
-    """A request of prime-rl's that a node cannot follow."""
+    """A request of prime-rl that a node cannot carry out."""
 
 
 @frozen
-class Relay:
-    """What prime-rl's inference server answers, for a node: prime-rl/src/prime_rl/utils/client.py.
+class WeightRelay:
+    """Answers for a node as prime-rl's inference server does: prime-rl/src/prime_rl/utils/client.py.
 
     prime-rl writes each broadcast as OUTPUT/broadcasts/step_N with a marker STABLE, without the model's
-    config.json; `model` is the checkpoint that the node serves, and its own is put there.
+    config.json; `model` is the checkpoint that the node serves, whose config.json is put there.
     """
 
     client: PolarnodeClient
@@ -232,7 +235,7 @@ class Relay:
 
     def update(self, body: Mapping[str, Any]) -> str:
         """Serve a broadcast of whole weights."""
-        folder, version = self._broadcast(body.get("weight_dir"))
+        folder, version = self._broadcast_folder(body.get("weight_dir"))
         if not (folder / "config.json").exists():
             shutil.copyfile(self.model / "config.json", folder / "config.json")
         self.client.update_weights(version, path=folder, mode="in_place")
@@ -240,20 +243,20 @@ class Relay:
 
     def load(self, body: Mapping[str, Any]) -> str:
         """Serve a broadcast of LoRA as a version of the adapter of its name. prime-rl names tensors by the
-        model's modules, PEFT by its own wrappers of them too.
+        model's modules; PEFT's names also contain its own wrappers.
         """
         from safetensors.torch import load_file
 
-        folder, version = self._broadcast(body.get("lora_path"))
+        folder, version = self._broadcast_folder(body.get("lora_path"))
         found = load_file(folder / "adapter_model.safetensors").items()
-        tensors = {f"{PEFT}{name.removeprefix(PEFT)}": tensor for name, tensor in found}
+        tensors = {f"{PEFT_PREFIX}{name.removeprefix(PEFT_PREFIX)}": tensor for name, tensor in found}
         config = orjson.loads((folder / "adapter_config.json").read_bytes())
         push_adapter(self.client, str(body.get("lora_name")), version, tensors, config=config)
         return version
 
-    def _broadcast(self, named: Any) -> tuple[Path, str]:
-        """A broadcast's folder, and its version: the run, the step and the time of its marker, because a run
-        that starts again writes the same step anew.
+    def _broadcast_folder(self, named: Any) -> tuple[Path, str]:
+        """A broadcast's folder and its version. The version consists of the run, the step and the time of the
+        marker, because a run that starts again writes the same step anew.
         """
         if not named:
             raise BadBroadcast(
@@ -266,7 +269,7 @@ class Relay:
         return folder, f"{self.run}-{folder.name}-{int(marker.stat().st_mtime)}"
 
     def answer(self, method: str, path: str, body: Mapping[str, Any]) -> tuple[int, Json]:
-        """(status, JSON) of one request."""
+        """The answer to one request as (status, JSON)."""
         route = f"{method} {path.partition('?')[0]}"
         try:
             match route:
@@ -274,7 +277,7 @@ class Relay:
                     return 200, {"version": self.client.weights().version}
                 case "GET /v1/models":
                     return 200, {"object": "list", "data": [{"id": self.model.name, "object": "model"}]}
-                case "POST /pause" | "POST /resume":  # an update holds generation itself, and lets it go on
+                case "POST /pause" | "POST /resume":  # an update pauses and resumes generation by itself
                     return 200, {"status": "ok"}
                 case "POST /update_weights" | "POST /load_lora_adapter":
                     version = self.update(body) if route.endswith("weights") else self.load(body)
@@ -289,7 +292,7 @@ class Relay:
         return 404, {"error": f"{route} is not here: a node samples for its sessions alone"}
 
 
-def serve(relay: Relay, host: str, port: int) -> ThreadingHTTPServer:
+def serve(relay: WeightRelay, host: str, port: int) -> ThreadingHTTPServer:
     """A server of the relay, not yet running."""
 
     class RelayHandler(BaseHTTPRequestHandler):
@@ -328,7 +331,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = plugin_settings()
     client = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
-    server = serve(Relay(client, given.model, settings.run), given.host, given.port)
+    server = serve(WeightRelay(client, given.model, settings.run), given.host, given.port)
     log.info("prime-rl's base_url is http://%s:%s/v1", given.host, server.server_port)
     server.serve_forever()
 

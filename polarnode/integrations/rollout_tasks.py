@@ -1,7 +1,8 @@
-"""What the plug-ins share: where the node is, the task of a dataset's row, and its finished group.
+"""The code that the plug-ins share: the settings of the node, the task of a dataset's row, and its finished
+group.
 
 A plug-in runs in the trainer's process, usually in an asyncio loop that is not its own. It submits one task
-for each group of samples and waits for the group's end. Which sessions count is decided by the node
+for each group of samples and waits for the group's end. The node decides which sessions count
 (`polarnode.groups`): a session that the machine lost has no reward, and `SessionLost` is not a reward of 0.
 """
 
@@ -20,7 +21,7 @@ from attrs import define, evolve, field, frozen
 
 from polarnode.client import AsyncPolarnodeClient, ClientError, Event, Unreachable
 from polarnode.client.awaiting_http import AsyncEvents
-from polarnode.client.scripts import Patience
+from polarnode.client.scripts import RetryPatience
 from polarnode.client.streams import ABSENT
 from polarnode.core.codec.json import kind_of, read_json
 from polarnode.core.codec.tasks import read_task
@@ -28,12 +29,12 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups import STALE, Group, judged_again, lost_to_the_machine
-from polarnode.integrations.trainer_sampling import UNCUT as UNCUT  # also found here by loops of one's own
+from polarnode.groups import STALE_REASON, Group, judged_again, lost_to_the_machine
+from polarnode.integrations.trainer_sampling import UNCUT as UNCUT  # for users' own training loops
 from polarnode.integrations.trainer_sampling import trained_sampling
 from polarnode.sources.reading import read_json as read_json_file
-from polarnode.sources.reading import task_value
-from polarnode.sources.values import merged_over
+from polarnode.sources.reading import read_task_toml
+from polarnode.sources.values import merge_over
 
 T = TypeVar("T")
 
@@ -49,13 +50,15 @@ TASK_KEY: Final = "polarnode"
 EXTRA_COLUMNS: Final = ("extra_info", "metadata", "env_extras", "extra_env_info", "info")
 PROMPT_COLUMNS: Final = ("instruction", "prompt", "raw_prompt", "messages", "question", "problem")
 # Settings of a task's group that say something of several sessions together.
-WHOLE_GROUPS: Final = ("drop_uniform_reward", "early_stop_min", "min_usable")
-# what to do without them where a prompt has one sample
-NOTHING_TO_COMPARE: Final = dict.fromkeys(WHOLE_GROUPS, "let the trainer request several samples of a prompt")
-# seconds for the request that ends a task whose caller was cancelled: a trainer that stops should not hang
-CANCEL_S: Final = 10.0
-# requests of one NodeRollouts at once: a node has places for some hundred connections, and a trainer has
-# tens of processes
+WHOLE_GROUP_FIELDS: Final = ("drop_uniform_reward", "early_stop_min", "min_usable")
+# What to do without these settings if a prompt has one sample.
+NOTHING_TO_COMPARE: Final = dict.fromkeys(
+    WHOLE_GROUP_FIELDS, "let the trainer request several samples of a prompt"
+)
+# Seconds for the request that ends a task whose caller was cancelled. A trainer that stops should not hang.
+CANCEL_TIMEOUT_S: Final = 10.0
+# The requests that one NodeRollouts sends at once. A node has places for some hundred connections, and a
+# trainer has tens of processes.
 REQUESTS: Final = 8
 
 
@@ -72,7 +75,7 @@ class SessionLost(PolarnodeError):
 
 @frozen(kw_only=True)
 class PluginSettings:
-    """Where the node is, and what every task has in common.
+    """The address of the node, and the part that all tasks have in common.
 
     `template`: a partial TaskSpec as JSON, to which a row adds its own. `run`: the prefix of task ids, so
     that `polarnode watch` shows which run a task belongs to. `patience_s`: how long to retry while the node
@@ -92,7 +95,7 @@ class PluginSettings:
 def plugin_settings(
     given: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
 ) -> PluginSettings:
-    """Settings from a trainer's own configuration, and from ENVIRONMENT for what that leaves out.
+    """Read settings from a trainer's own configuration, and missing ones from ENVIRONMENT.
 
     `given` has the keys url, token, task (the path of a TOML or JSON task file, or a mapping), run and
     patience_s; None means not given. Raises Refused naming the key.
@@ -133,7 +136,7 @@ def _template(task: Any) -> dict[str, Json]:
             " evaluator, as for `polarnode submit`",
             path="$.task",
         )
-    value = read_json_file(file) if file.suffix == ".json" else task_value(file)
+    value = read_json_file(file) if file.suffix == ".json" else read_task_toml(file)
     if not isinstance(value, dict):
         raise Refused(f"{file}: a task is a JSON object, not {kind_of(value)}", path="$.task")
     return value
@@ -161,13 +164,16 @@ def task_of(
     (`trained_sampling`). Without a `task_id` the task is new each time. Raises Refused naming the column or
     the field.
 
-    `instead`: where a trainer makes several tasks of the samples that it compares, what it has in place of
-    settings of whole groups, which are refused then. An `evaluation` wants every result and has none of them.
+    `instead` is for trainers that make several tasks of the samples that they compare: it says what to use in
+    place of settings of whole groups, which are refused then. An `evaluation` wants every result and has no
+    such settings.
     """
-    value = merged_over(settings.template, own_task(row))
-    _whole_groups(value, NOTHING_TO_COMPARE if instead is None and samples == 1 else instead, evaluation)
+    value = merge_over(settings.template, own_task(row))
+    _check_group_settings(
+        value, NOTHING_TO_COMPARE if instead is None and samples == 1 else instead, evaluation
+    )
     if not value.get("instruction"):
-        value["instruction"] = _prompt(row)
+        value["instruction"] = _row_prompt(row)
     value["sampling"] = trained_sampling(value.get("sampling"), sampling or {})
     value["num_samples"] = samples
     value["task_id"] = task_id or new_task_id(settings)
@@ -189,22 +195,24 @@ def task_of(
     return spec
 
 
-def _whole_groups(value: dict[str, Json], instead: Mapping[str, str] | None, evaluation: bool) -> None:
-    """Leave settings of whole groups out of an evaluation's task; refuse them where `instead` is given."""
+def _check_group_settings(
+    value: dict[str, Json], instead: Mapping[str, str] | None, evaluation: bool
+) -> None:
+    """Leave settings of whole groups out of an evaluation's task; refuse them if `instead` is given."""
     group = value.get("group")
     if not isinstance(group, dict):
         return
     if evaluation:
-        value["group"] = {name: each for name, each in group.items() if name not in WHOLE_GROUPS}
+        value["group"] = {name: each for name, each in group.items() if name not in WHOLE_GROUP_FIELDS}
     elif instead is not None:
         check_whole_groups(group, instead)
 
 
 def check_whole_groups(group: Mapping[str, Json], instead: Mapping[str, str]) -> None:
-    """Raise Refused for a setting of whole groups where a sample is a task of its own."""
+    """Raise Refused for a setting of whole groups if each sample is a task of its own."""
     for name, what in instead.items():
         value = group.get(name)
-        # one of one is what every group has
+        # A value of 1 is met by every group.
         asked = value not in (None, False) and (value != 1 or value is True or name == "max_staleness")
         if asked:
             raise Refused(
@@ -238,7 +246,7 @@ def _json(value: Any) -> Any:
     return [_json(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
+def _row_prompt(row: Mapping[str, Any]) -> str:
     for name in PROMPT_COLUMNS:
         prompt = _json(row.get(name))
         if isinstance(prompt, str) and prompt:
@@ -269,7 +277,7 @@ def _text(content: Any) -> str:
 
 
 @define(eq=False)
-class _Waiter:
+class _TaskWaiter:
     """A task in progress, and the caller who waits for it."""
 
     group: Group | None = None
@@ -298,8 +306,8 @@ class NodeRollouts:
 
     settings: PluginSettings
     client: AsyncPolarnodeClient = field(init=False)
-    _waiting: dict[str, _Waiter] = field(factory=dict, init=False)
-    # events after this one are not read yet
+    _waiting: dict[str, _TaskWaiter] = field(factory=dict, init=False)
+    # Events after this one are not read yet.
     _seen: int | str | None = field(default=None, init=False)
     _events: AsyncEvents[Event] | None = field(default=None, init=False)
     _reading: bool = field(default=False, init=False)
@@ -323,7 +331,7 @@ class NodeRollouts:
         """
         named = spec if spec.task_id is not None else evolve(spec, task_id=new_task_id(self.settings))
         task_id = str(named.task_id)
-        waiter = self._waiting.setdefault(task_id, _Waiter())  # before its first event can come
+        waiter = self._waiting.setdefault(task_id, _TaskWaiter())  # before the task's first event can arrive
         begun = self._seen is not None
         try:
             async with self._places:
@@ -331,24 +339,24 @@ class NodeRollouts:
                 if self._seen is None:
                     status = await self._patiently(self.client.status)
                     self._seen = status["journal"]["last_seq"] if self._seen is None else self._seen
-            # it may have ended before, as a task of an earlier run or in the moment since
+            # The task may have ended already, either in an earlier run or in this moment.
             waiter.missed = not (begun and submitted.created)
             group = await self._finished(task_id, waiter)
-            group = group.holding(await self._trajectories(group))
+            group = group.holding(await self._fetch_trajectories(group))
             return taught(group) if named.carry.teacher else group
         except anyio.get_cancelled_exc_class():
-            with anyio.move_on_after(CANCEL_S, shield=True), suppress(PolarnodeError):
+            with anyio.move_on_after(CANCEL_TIMEOUT_S, shield=True), suppress(PolarnodeError):
                 async with self._places:
                     await self.client.cancel(task_id)
             raise
         finally:
             self._waiting.pop(task_id, None)
-            if not self._waiting and self._events is not None:  # a loop may end while nobody waits
+            if not self._waiting and self._events is not None:  # the event loop may end while nobody waits
                 events, self._events = self._events, None
                 await events.aclose()  # noqa: ASYNC102 - shielded and bounded in `_closed`
 
     async def delivered(self, group: Group) -> Group:
-        """A group that was kept since `group` gave it, judged again by the weights that are served now."""
+        """Judge a group again that was kept since `group` returned it, by the weights that are served now."""
         if group.requires is None or group.requires.max_staleness is None:
             return group
         async with self._places:
@@ -357,8 +365,9 @@ class NodeRollouts:
         return judged_again(group, [weights.versions, *(each.versions for each in adapters.adapters)])
 
     async def session(self, spec: TaskSpec) -> Trajectory:
-        """Run a task of one sample and return its trajectory. Raises SessionLost for a session without
-        fault of its agent (after the node's own retries), and as `group`.
+        """Run a task of one sample and return its trajectory. Raises SessionLost, after the node's own
+        retries, for a session that was lost through no fault of its agent, and otherwise the errors of
+        `group`.
         """
         if spec.num_samples != 1:
             raise Refused(f"a session is one sample, not {spec.num_samples}: use group", path="$.num_samples")
@@ -396,13 +405,13 @@ class NodeRollouts:
 
     # ── waiting ───────────────────────────────────────────────────────────────
 
-    async def _finished(self, task_id: str, waiter: _Waiter) -> Group:
+    async def _finished(self, task_id: str, waiter: _TaskWaiter) -> Group:
         """The group of a task, without trajectories."""
         while waiter.group is None:
             if waiter.failed is not None:
                 raise waiter.failed
             if waiter.missed:
-                waiter.missed = False  # first: its event may come meanwhile
+                waiter.missed = False  # set before the request, because the event may come meanwhile
                 waiter.group = await self._look(task_id) or waiter.group
             elif self._reading:
                 await self._idle(waiter)
@@ -415,11 +424,11 @@ class NodeRollouts:
                     self._hand_over()
         return waiter.group
 
-    async def _idle(self, waiter: _Waiter) -> None:
+    async def _idle(self, waiter: _TaskWaiter) -> None:
         waiter.idle, waiter.woken = True, anyio.Event()
         try:
             await waiter.woken.wait()
-        except BaseException:  # cancelled, perhaps in the moment in which it was its turn to read
+        except BaseException:  # cancelled, perhaps just when it was its turn to read
             waiter.idle = False
             self._hand_over()
             raise
@@ -433,7 +442,7 @@ class NodeRollouts:
                     waiter.wake()
                     break
 
-    async def _read_until(self, waiter: _Waiter) -> None:
+    async def _read_until(self, waiter: _TaskWaiter) -> None:
         """Read events for everybody, until this task is over or may have been missed."""
         while not waiter.over:
             if self._events is None:
@@ -441,7 +450,7 @@ class NodeRollouts:
             try:
                 event = await anext(self._events)
             except PolarnodeError as error:
-                self._events = None  # the next reader begins where this one ended
+                self._events = None  # the next reader continues where this one ended
                 for each in self._waiting.values():
                     each.failed = error
                     each.wake()
@@ -450,7 +459,7 @@ class NodeRollouts:
                 self._pass_on(event)
 
     def _pass_on(self, event: Event) -> None:
-        """Give an event to whom it is for."""
+        """Give an event to the caller that waits for it."""
         group, unreadable = event.group, event.unreadable
         if event.kind == "gap":
             for waiter in self._waiting.values():
@@ -468,7 +477,7 @@ class NodeRollouts:
             waiter.wake()
 
     async def _look(self, task_id: str) -> Group | None:
-        """The group of a task that has ended; None for one in progress."""
+        """Ask for the group of a task; None if the task is in progress."""
         async with self._places:
             try:
                 status = await self._patiently(lambda: self.client.task_status(task_id))
@@ -486,37 +495,41 @@ class NodeRollouts:
         raise SessionLost(f"the node has no result of task {task_id} any more: submit it again")
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """An answer, for which a node that is away or full is asked again."""
-        patience = Patience(self.settings.patience_s, time.monotonic)
+        """The answer to a request, which is repeated while the node is away or full."""
+        patience = RetryPatience(self.settings.patience_s, time.monotonic)
         while True:
             try:
                 return await ask()
             except (ClientError, Unreachable) as error:
                 await anyio.sleep(patience.pause(error))
 
-    async def _trajectories(self, group: Group) -> list[Trajectory]:
-        """Those that the node can give: a damaged or pruned one is left out, as in `client.groups`."""
+    async def _fetch_trajectories(self, group: Group) -> list[Trajectory]:
+        """The trajectories of a group that the node can give. Damaged and pruned ones are left out, as in
+        `client.groups`.
+        """
         found: list[Trajectory] = []
         for member in group.members:
             try:
                 async with self._places:
-                    found.append(await self.client.trajectory(member.session_id))  # patient itself
+                    # This call retries by itself.
+                    found.append(await self.client.trajectory(member.session_id))
             except ClientError as error:
                 if error.status not in ABSENT:
                     raise
         return found
 
 
-# one for each node and event loop: trainers make a new agent loop or workflow for each sample or step
-_SHARED: Final = RunVar[dict[tuple[Any, ...], NodeRollouts]]("polarnode_rollouts")
+# There is one for each node and event loop, because trainers make a new agent loop or workflow for each
+# sample or step.
+_SHARED_ROLLOUTS: Final = RunVar[dict[tuple[Any, ...], NodeRollouts]]("polarnode_rollouts")
 
 
 def shared_rollouts(settings: PluginSettings) -> NodeRollouts:
-    """The NodeRollouts of this event loop for a node, made when it is first asked for."""
-    shared = _SHARED.get(None)
+    """The NodeRollouts of this event loop for a node, which is made at the first call."""
+    shared = _SHARED_ROLLOUTS.get(None)
     if shared is None:
         shared = {}
-        _SHARED.set(shared)
+        _SHARED_ROLLOUTS.set(shared)
     node = (settings.url, settings.token, settings.patience_s, settings.run)
     if node not in shared:
         shared[node] = NodeRollouts(settings)
@@ -524,8 +537,8 @@ def shared_rollouts(settings: PluginSettings) -> NodeRollouts:
 
 
 def taught(group: Group) -> Group:
-    """The group, in which a session with a row that its teacher did not score is not usable: the machine lost
-    its scores, and trainers need those of every row of a batch.
+    """The group, in which each session with a row that its teacher did not score is made unusable: the
+    machine lost its scores, and trainers need those of every row of a batch.
     """
     lacking = {
         each.session_id
@@ -550,7 +563,7 @@ def only(group: Group) -> Trajectory:
     if lost_to_the_machine(outcome) or outcome.status == "cancelled":
         raise SessionLost(f"session {trajectory.session_id} was lost: {outcome.reason or outcome.status}")
     for member in group.members:
-        if (member.why or "").startswith(STALE):
+        if (member.why or "").startswith(STALE_REASON):
             raise SessionLost(f"session {trajectory.session_id} is not usable: {member.why}")
         if member.usable and group.state == "dropped":
             raise SessionLost(f"the group of session {trajectory.session_id} was dropped: {group.reason}")
@@ -561,7 +574,7 @@ def rollout_groups(settings: PluginSettings, specs: Sequence[TaskSpec]) -> list[
     """`NodeRollouts.groups` for a trainer without an event loop. If the caller is interrupted, the tasks are
     cancelled.
     """
-    # in a thread of its own: the caller may be inside an event loop, as in a notebook
+    # The loop runs in a thread of its own, because the caller may be inside an event loop, as in a notebook.
     with anyio.from_thread.start_blocking_portal() as portal:
         return portal.call(_groups, settings, specs)
 

@@ -1,11 +1,11 @@
 """The control routes of an SGLang server over a node's weights, for a trainer that updates SGLang servers: it
 is given the node's address instead.
 
-Bodies and answers are SGLang's (0.5.23: `srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`). What
-differs is the update of several requests. SGLang changes the model with each bucket; a node serves a version
-whole or not at all. So buckets that come while generation is held are one update: the first opens it, and
-`continue_generation` or `end_weight_update` commits it. That is the order in which the trainers send them, in
-their own code:
+Bodies and answers are SGLang's (0.5.23: `srt/managers/io_struct.py`, `srt/entrypoints/http_server.py`). The
+difference is the update of several requests. SGLang changes the model with each bucket, but a node serves a
+version whole or not at all. So all buckets that arrive while generation is held are one update: the first
+opens it, and `continue_generation` or `end_weight_update` commits it. That is the order in which the trainers
+send them, in their own code:
 
 * slime 624b824a8 (slime/backends/megatron_utils/update_weight, slime/ray/actor_group.py): pause_generation
   {}, flush_cache, buckets with `weight_version` (over a group for each pipeline stage) or
@@ -29,14 +29,14 @@ from attrs import define, evolve, field, frozen
 from quart import Response, request
 
 from polarnode.api.app import Extension
-from polarnode.api.service import Service, answer_of, json_response, readiness
+from polarnode.api.service import NodeService, error_answer, json_response, readiness_response
 from polarnode.core.codec.json import structure
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, PolarnodeError, Refused
 from polarnode.core.weights import AdapterReport, PauseMode, WeightsReport
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.update import Make
+from polarnode.engine.update import MessageMaker
 from polarnode.engine.weight_values import (
     ALL_MEMORY,
     AdapterOrder,
@@ -54,9 +54,9 @@ from polarnode.engine.weight_values import (
 from polarnode.engine.weights import Weights
 from polarnode.http.asgi import RouteRow, body_json_or
 from polarnode.integrations.sglang_operations import (
+    OPERATION_TABLE,
     OPERATIONS,
     REFUSED,
-    TABLE,
     DiskUpdate,
     DistributedUpdate,
     GroupName,
@@ -71,9 +71,9 @@ from polarnode.integrations.sglang_operations import (
 
 # ── the state between requests ────────────────────────────────────────────────
 
-# seconds in which generation continues after a trainer hung up or a step failed: one message to each host
-RESUME_S: Final = 60.0
-STRENGTH: Final[Mapping[str | None, int]] = {None: 0, "in_place": 1, "retract": 2, "abort": 3}
+# Seconds for generation to resume after a trainer hung up or a step failed: one message to each host.
+RESUME_TIMEOUT_S: Final = 60.0
+PAUSE_STRENGTH: Final[Mapping[str | None, int]] = {None: 0, "in_place": 1, "retract": 2, "abort": 3}
 
 
 @define(eq=False)
@@ -85,38 +85,39 @@ class SglangUpdates:
     _lock: trio.Lock = field(factory=trio.Lock, init=False)
     _update_id: str | None = field(default=None, init=False)
     _asked: str | None = field(default=None, init=False)  # the trainer's name for its last update
-    _begun: bool = field(default=False, init=False)  # begin_weight_update came
-    # generation continues when all memory is back: slime sends continue_generation before the KV cache is
-    _continues: bool = field(default=False, init=False)
+    _begun: bool = field(default=False, init=False)  # begin_weight_update was received
+    # Generation continues when all memory is back, because slime sends continue_generation before the KV
+    # cache is back.
+    _should_continue: bool = field(default=False, init=False)
 
     @property
     def _held(self) -> str | None:
         return self.weights.status().paused
 
     async def pause(self, body: PauseGeneration) -> None:
-        """Hold generation. An open update is of a trainer that ended: it is given up. While generation is
-        held a weaker mode changes nothing.
+        """Hold generation. An open update belongs to a trainer that ended, so it is given up. While
+        generation is held, a weaker mode changes nothing.
         """
         async with self._lock:
             await self._give_up()
-            if STRENGTH[body.mode] > STRENGTH[self._held]:
+            if PAUSE_STRENGTH[body.mode] > PAUSE_STRENGTH[self._held]:
                 await self.weights.pause(PauseOrder(mode=body.mode))
-            self._continues = False
+            self._should_continue = False
 
     async def resume(self) -> WeightsReport | None:
-        """Serve what was sent, and let generation continue: also if it cannot be served, with the weights
-        before.
+        """Serve the weights that were sent, and let generation continue. If they cannot be served, it
+        continues with the previous weights.
         """
         async with self._lock:
             try:
                 return await self._commit()
-            finally:  # also where the trainer hung up: agents wait
-                self._continues = True
-                with trio.move_on_after(RESUME_S, shield=True):
+            finally:  # also if the trainer hung up, because agents wait
+                self._should_continue = True
+                with trio.move_on_after(RESUME_TIMEOUT_S, shield=True):
                     await self._continue()
 
     async def begin(self) -> None:
-        """The buckets until `end` are one update."""
+        """Begin an update, of which all buckets until `end` are parts."""
         async with self._lock:
             await self._give_up()
             self._begun = True
@@ -125,15 +126,17 @@ class SglangUpdates:
         async with self._lock:
             return await self._commit()
 
-    async def bucket(self, make: Make, source: TensorSource | DistributedSource, version: str | None) -> str:
-        """Take a bucket: of the update that is open, or as a whole model. Return what was done."""
+    async def bucket(
+        self, make: MessageMaker, source: TensorSource | DistributedSource, version: str | None
+    ) -> str:
+        """Take a bucket, as a part of the open update or as a whole model. Returns what was done."""
         async with self._lock:
-            order = UpdateOrder(version="", source=source, mode=self._mode(abort=False))
+            order = UpdateOrder(version="", source=source, mode=self._update_mode(abort=False))
             if not self._begun and self._held is None:
                 report = await self._named(version, order, self.weights.update)
                 return f"served as {report.version!r}"
             if self._update_id is None:
-                # its buckets come one by one
+                # The buckets of the update arrive one by one.
                 opening: UpdateOrder = evolve(order, source=evolve(cast(Any, source), buckets=()))
                 opened = await self._named(version, opening, self.weights.open)
                 self._update_id, self._asked = opened.update_id, version
@@ -152,7 +155,7 @@ class SglangUpdates:
             order = UpdateOrder(
                 version=body.weight_version or "",
                 source=DiskSource(path=body.model_path),
-                mode=self._mode(abort=body.abort_all_requests),
+                mode=self._update_mode(abort=body.abort_all_requests),
             )
             self._asked = body.weight_version
             report: WeightsReport = await self._named(body.weight_version, order, self.weights.update)
@@ -166,7 +169,7 @@ class SglangUpdates:
             return report
 
     async def name(self, version: str) -> None:
-        """A version that is named after its weights: it must be theirs already."""
+        """Check the version that a trainer names after an update: the weights must have that name already."""
         async with self._lock:
             served = self.weights.status().version
             loaded = served if self._update_id is None else self.weights.opened(self._update_id).order.version
@@ -177,7 +180,9 @@ class SglangUpdates:
                 )
 
     async def join(self, body: InitGroup) -> None:
-        """Join a group. One of that name is of a trainer that ended: it is left."""
+        """Join a group. An existing group of that name belongs to a trainer that ended, so it is left
+        first.
+        """
         await self.control.leave(body.group_name)
         port = str(body.master_port)
         await self.control.join(
@@ -195,13 +200,13 @@ class SglangUpdates:
         """Lend memory. Generation is held meanwhile; it continues when all memory is back."""
         async with self._lock:
             held = self._held
-            if STRENGTH[held] < STRENGTH["retract"]:
+            if PAUSE_STRENGTH[held] < PAUSE_STRENGTH["retract"]:
                 await self.weights.pause(PauseOrder(mode="retract"))
-                self._continues = held is None
+                self._should_continue = held is None
             try:
                 await self.control.release(MemoryOrder(tags=body.tags or ALL_MEMORY))
             except PolarnodeError:
-                with trio.move_on_after(RESUME_S, shield=True):
+                with trio.move_on_after(RESUME_TIMEOUT_S, shield=True):
                     await self._continue()
                 raise
 
@@ -212,8 +217,8 @@ class SglangUpdates:
 
     # ── inside ────────────────────────────────────────────────────────────────
 
-    def _mode(self, *, abort: bool) -> PauseMode:
-        """How an update holds generation: as it is held."""
+    def _update_mode(self, *, abort: bool) -> PauseMode:
+        """The mode in which an update holds generation: that in which it is held already."""
         held = self._held
         if held is None:
             return "abort" if abort else "retract"
@@ -229,17 +234,17 @@ class SglangUpdates:
             try:
                 await self.weights.give_up(update_id)
             except Conflict:
-                return  # its time was over
+                return  # the update had timed out
 
     async def _continue(self) -> None:
         """Let generation continue if the trainer asked for it and nothing stands in its way."""
-        if self._continues and not self.weights.released and not self.weights.discarded:
-            self._continues = False
+        if self._should_continue and not self.weights.released and not self.weights.discarded:
+            self._should_continue = False
             await self.weights.resume()
 
     async def _named(self, version: str | None, order: Any, serve: "Callable[[Any], Awaitable[Any]]") -> Any:
         """Serve an order under the trainer's name, or under a new one if there is none or it is used: a name
-        means one set of weights for ever, and a trainer that starts again counts from 1.
+        means one set of weights forever, and a trainer that starts again counts from 1.
         """
         if version is not None:
             try:
@@ -269,9 +274,9 @@ class SglangUpdates:
 
 @frozen(kw_only=True)
 class SglangRoutes:
-    """The handlers. `memory_saver`: memory can be lent."""
+    """The handlers of SGLang's routes. `memory_saver`: whether memory can be lent."""
 
-    service: Service
+    service: NodeService
     weights: Weights
     control: EngineControl
     updates: SglangUpdates
@@ -289,7 +294,7 @@ class SglangRoutes:
         return json_response({"status": "ok", "message": f"generation continues{done}"})
 
     async def flush(self) -> Response:
-        """Nothing to do: cached prefixes of older weights are never used by newer ones."""
+        """Do nothing, because newer weights never use cached prefixes of older ones."""
         await trio.lowlevel.checkpoint()
         return json_response({"success": True, "message": "prefixes of older weights are never used"})
 
@@ -301,7 +306,7 @@ class SglangRoutes:
 
     async def from_group(self) -> Response:
         body = await _body(DistributedUpdate)
-        self.control.insist_joined(body.group_name)
+        self.control.require_joined(body.group_name)
         bucket = BroadcastBucket(
             names=body.names, dtypes=body.dtypes, shapes=body.shapes, layout=body.load_format
         )
@@ -365,7 +370,7 @@ class SglangRoutes:
 
     async def healthy(self) -> Response:
         await trio.lowlevel.checkpoint()
-        return readiness(self.service.unready())
+        return readiness_response(self.service.unready())
 
     async def model_info(self) -> Response:
         await trio.lowlevel.checkpoint()
@@ -418,7 +423,7 @@ async def _refuse(sentence: str) -> Response:
 
 
 async def _body(shape: "type[Any]") -> Any:
-    """The request's body as `shape`; SGLang ignores fields that it does not know."""
+    """Read the request's body as `shape`. Unknown fields are ignored, as in SGLang."""
     return structure(await body_json_or({}), shape)
 
 
@@ -426,29 +431,29 @@ Handler = Callable[[], Awaitable[Response]]
 
 
 def answered(handler: Handler) -> Handler:
-    """The handler, with its errors answered in SGLang's shape."""
+    """A handler whose errors are answered in SGLang's shape."""
 
     @wraps(handler)
     async def answer() -> Response:
         try:
             return await handler()
         except PolarnodeError as error:
-            _, status, headers = answer_of(error)
+            _, status, headers = error_answer(error)
             return json_response({"success": False, "message": str(error)}, status, headers)
 
     return answer
 
 
 def sglang_extension(
-    service: Service,
+    service: NodeService,
     *,
     weights: Weights,
     control: EngineControl,
     adapters: AdapterStore,
     memory_saver: bool,
 ) -> Extension:
-    """SGLang's routes. Its trainers have no place for a bearer token: HTTP's basic authentication with the
-    token as its password is taken too.
+    """SGLang's routes. Its trainers cannot send a bearer token, so HTTP's basic authentication with the token
+    as the password is accepted too.
     """
     routes = SglangRoutes(
         service=service,
@@ -460,7 +465,7 @@ def sglang_extension(
     )
     rows: tuple[RouteRow, ...] = tuple(
         (method, path, answered(getattr(routes, name) if name else partial(_refuse, REFUSED[path])))
-        for methods, path, name, _, _ in TABLE
+        for methods, path, name, _, _ in OPERATION_TABLE
         for method in methods.split()
     )
     return Extension(rows=rows, operations=OPERATIONS, basic=True)

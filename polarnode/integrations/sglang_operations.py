@@ -1,7 +1,8 @@
 """The control operations of an SGLang server that a node serves: their bodies, paths and OpenAPI operations,
 and why the others are refused.
 
-Names and defaults are SGLang's (0.5.23: `srt/managers/io_struct.py`), or the difference stands beside them.
+Names and defaults are SGLang's (0.5.23: `srt/managers/io_struct.py`); each difference is described beside
+them.
 """
 
 from collections.abc import Mapping
@@ -9,13 +10,14 @@ from typing import Any, Final, Literal
 
 from attrs import frozen
 
-from polarnode.api.openapi_shapes import Operation, Refusal, UpdateResult, Where
+from polarnode.api.openapi_shapes import Operation, Refusal, RouteKey, UpdateResult
 from polarnode.core.weights import Backend, MemoryTag, PauseMode
 from polarnode.engine.weight_values import Layout
 
 # ── bodies ────────────────────────────────────────────────────────────
 
-# what SGLang's `load_format` may say here; of None and auto the node finds the format itself
+# The values of SGLang's `load_format` that a node accepts. For None and auto the node finds the format
+# itself.
 FileFormat = Literal["auto", "safetensors"]
 GROUP = "weight_update_group"  # SGLang's default name
 
@@ -104,23 +106,23 @@ class Nothing:
 
 # ── what is refused ────────────────────────────────────────────────────
 
-_SAMPLING: Final = (
+_SAMPLING_REFUSAL: Final = (
     "a node samples for its sessions: submit a task (POST /v1/tasks) or open a capture (POST /v1/capture)"
 )
-_ONE_MODEL: Final = "a node serves whole models from disk, handles or a broadcast: docs/weights.md"
-_OTHER_CHECKS: Final = "a node checks names, shapes and completeness of each update itself: leave this out"
+_ONE_MODEL_REFUSAL: Final = "a node serves whole models from disk, handles or a broadcast: docs/weights.md"
+_CHECKS_REFUSAL: Final = "a node checks names, shapes and completeness of each update itself: leave this out"
 REFUSED: Final[Mapping[str, str]] = {
-    "/generate": _SAMPLING,
+    "/generate": _SAMPLING_REFUSAL,
     "/abort_request": (
         "a node ends a session's calls with its session: DELETE /v1/tasks/{task_id}; to hold all generation,"
         " POST /pause_generation"
     ),
     "/load_lora_adapter_from_tensors": "send a file: POST /load_lora_adapter, or client.tensors.push_adapter",
-    "/update_weights_from_ipc": _ONE_MODEL,
-    "/pull_weights": _ONE_MODEL,
+    "/update_weights_from_ipc": _ONE_MODEL_REFUSAL,
+    "/pull_weights": _ONE_MODEL_REFUSAL,
     "/post_process_weights": "a node serves no weights that are quantised after loading: send bfloat16",
-    "/weights_checker": _OTHER_CHECKS,
-    "/get_weights_by_name": _OTHER_CHECKS,
+    "/weights_checker": _CHECKS_REFUSAL,
+    "/get_weights_by_name": _CHECKS_REFUSAL,
 }
 
 
@@ -128,8 +130,8 @@ REFUSED: Final[Mapping[str, str]] = {
 
 
 _OBJECT: Final = dict[str, Any]
-# the methods that SGLang takes, the path, the handler, what it is, and the body
-TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
+# Each row has the methods that SGLang takes, the path, the handler, its summary, and the body.
+OPERATION_TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
     ("POST", "/pause_generation", "pause", "Hold generation.", PauseGeneration),
     ("POST", "/continue_generation", "resume", "Serve what was sent; generation continues.", _OBJECT),
     ("GET POST", "/flush_cache", "flush", "Nothing: a cache is of one version.", None),
@@ -151,7 +153,7 @@ TABLE: Final[tuple[tuple[str, str, str, str, Any], ...]] = (
     ("GET", "/health_generate", "healthy", "Whether it serves.", None),
     *(("POST", path, "", "Not on a node: the answer is why.", _OBJECT) for path in REFUSED),
 )
-OPERATIONS: Final[Mapping[Where, Operation]] = {
+OPERATIONS: Final[Mapping[RouteKey, Operation]] = {
     (method, path): Operation(
         summary=summary,
         tag="sglang",
@@ -160,8 +162,9 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
         open_body=True,
         answer=_OBJECT,
         errors=(409, 413) if method == "POST" else (503,),
-        refusal=UpdateResult | Refusal,  # the node's own before a handler: no token, another origin
+        # Refusal: the node's own, before a handler runs (no token, another origin)
+        refusal=UpdateResult | Refusal,
     )
-    for methods, path, _, summary, body in TABLE
+    for methods, path, _, summary, body in OPERATION_TABLE
     for method in methods.split()
 }

@@ -2,11 +2,11 @@
 it.
 
 `trainer.override_entrypoint=polarnode.integrations.skyrl` makes SkyRL's own `main` call the one below, which
-adds settings under `polarnode.` to SkyRL's configuration. docs/trainers/skyrl.md has the whole of it.
+adds settings under `polarnode.` to SkyRL's configuration. docs/trainers/skyrl.md describes all of it.
 
 A prompt's trajectories are one task, so the node starts, ends and judges them as a group. With
 `generator.step_wise_trajectories=true` a session that the machine lost is left out of its group. Otherwise
-SkyRL wants a row for it, and gets one that is masked and has the mean reward of its group: never 0.
+SkyRL needs a row for it, and gets one that is masked and has the mean reward of its group, never 0.
 """
 
 import json
@@ -40,10 +40,10 @@ from polarnode.integrations.rollout_tasks import NodeRollouts, PluginSettings, p
 from polarnode.trainers.rows import Absent, alone
 from polarnode.trainers.skyrl import generator_output
 
-OVERRIDE: Final = "trainer.override_entrypoint="
-# vLLM's sampling parameters that a node has; the others are of SkyRL's own engines
+OVERRIDE_FLAG: Final = "trainer.override_entrypoint="
+# vLLM's sampling parameters that a node has; the others belong to SkyRL's own engines.
 SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-# settings of SkyRL's own generator, and what is used in their place
+# Settings of SkyRL's own generator that have no effect, and what to use in their place.
 UNUSED: Final[Mapping[str, str]] = {
     "apply_overlong_filtering": "set polarnode.mask_truncated=true, which masks sessions that a budget ended",
     "zero_reward_on_non_stop": "let the evaluator of the task score what a budget ended",
@@ -52,7 +52,7 @@ UNUSED: Final[Mapping[str, str]] = {
 EXPERT_ARRAYS: Final = find_spec("skyrl.backends.skyrl_train.utils.routed_experts") is not None
 # A name of this launch: a version names one set of weights for ever, and a run that is started again makes
 # other weights of the same step.
-LAUNCH: Final = token_hex(3)
+LAUNCH_ID: Final = token_hex(3)
 
 
 # ── trajectories ──────────────────────────────────────────────────────────────
@@ -70,7 +70,7 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
         self.mask_truncated = mask_truncated
 
     async def generate(self, input_batch: Mapping[str, Any]) -> GeneratorOutput:
-        """Rows in the order of the input. Raises what the node refuses; then SkyRL's step fails."""
+        """The rows, in the order of the input. Raises the node's refusals, with which SkyRL's step fails."""
         ids = input_batch["trajectory_ids"]
         if ids is None:
             raise Refused(
@@ -84,7 +84,7 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
         outputs = []
         for group, each in zip(groups, places.values(), strict=True):
             named = [(ids[place].instance_id, ids[place].repetition_id) for place in each]
-            lone = self.step_wise and not _evaluates(input_batch) and alone(group)
+            lone = self.step_wise and not _is_evaluation(input_batch) and alone(group)
             outputs.append(self._output(group, named, lone=lone))
         found = _joined(outputs)
         if self.mask_truncated:
@@ -102,12 +102,12 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
             samples=len(places),
             group_id=str(input_batch["trajectory_ids"][first].instance_id),
             sampling={name: params[name] for name in SAMPLING if params.get(name) is not None},
-            evaluation=_evaluates(input_batch),
+            evaluation=_is_evaluation(input_batch),
         )
 
     def _output(self, group: Group, ids: list[tuple[str, int]], *, lone: bool) -> dict[str, Any]:
-        """`lone`: only one session is left to train. It gets a stand-in of its own reward beside it, because
-        SkyRL takes the reward of a trajectory without another for its advantage.
+        """`lone`: only one session is left to train. A stand-in with the same reward is put beside it,
+        because SkyRL takes the reward of a lone trajectory for its advantage.
         """
         usable = {each.session_id: each for each in group.usable}
         members = list(zip(group.members, ids, strict=True))
@@ -123,7 +123,7 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
             other = next(each for each in members if each[0].session_id not in usable)
             members = [each for each in members if each is other or each[0].session_id in usable]
             group = evolve(group, members=tuple(member for member, _ in members))
-        # a group of which nothing is usable keeps its place in the batch, masked as a whole
+        # A group without a usable session keeps its place in the batch and is masked as a whole.
         absent = Absent(token_id=self.placeholder, reward=None if kept else 0.0)
         return generator_output(
             group,
@@ -134,8 +134,8 @@ class PolarnodeGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL is 
         )
 
 
-def _evaluates(input_batch: Mapping[str, Any]) -> bool:
-    """Whether a batch is of SkyRL's evaluation, not of its training."""
+def _is_evaluation(input_batch: Mapping[str, Any]) -> bool:
+    """Whether a batch belongs to SkyRL's evaluation, not to its training."""
     return getattr(input_batch.get("batch_metadata"), "training_phase", "train") == "eval"
 
 
@@ -165,7 +165,7 @@ def _joined(outputs: list[dict[str, Any]]) -> GeneratorOutput:
 
 
 class NodeWeights:
-    """Mixed into a trainer of SkyRL: after each step the policy's checkpoint goes to the node, in place of
+    """A mix-in for a trainer of SkyRL: after each step the policy's checkpoint goes to the node, in place of
     the servers that SkyRL would have started.
     """
 
@@ -176,18 +176,18 @@ class NodeWeights:
         self.dispatch.save_weights_for_sampler = self.push_weights
 
     async def push_weights(self: Any, model_id: str | None = None) -> None:
-        # in a thread: a trainer that is fully asynchronous goes on sampling meanwhile
+        # The push runs in a thread, because a fully asynchronous trainer goes on sampling meanwhile.
         await anyio.to_thread.run_sync(self._push)
 
     def _push(self: Any) -> None:
         folder = Path(self.weights["folder"]).absolute()
-        exported = folder / f".exported-{LAUNCH}"
+        exported = folder / f".exported-{LAUNCH_ID}"
         self.dispatch.save_hf_model("policy", str(exported), self.tokenizer)
         settings = self.polarnode
         client = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
-        version, adapter = f"{settings.run}-{LAUNCH}-{self.global_step}", exported / "adapter_config.json"
+        version, adapter = f"{settings.run}-{LAUNCH_ID}-{self.global_step}", exported / "adapter_config.json"
         try:
-            if adapter.is_file():  # a LoRA policy is exported as PEFT saves it, without its base
+            if adapter.is_file():  # SkyRL exports a LoRA policy as PEFT does, without its base model
                 config = json.loads(adapter.read_text())
                 push_adapter(client, settings.run, version, _tensors(exported), config=config)
                 return
@@ -241,7 +241,7 @@ class PolarnodeExp(BasePPOExp):  # type: ignore[misc]
         super().__init__(cfg)
 
     def get_inference_client(self) -> Any:
-        return None  # the node samples: SkyRL starts no servers
+        return None  # SkyRL starts no servers, because the node samples
 
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> PolarnodeGenerator:
         token = tokenizer.pad_token_id
@@ -284,13 +284,15 @@ def read_settings(cfg: Any) -> tuple[PluginSettings, dict[str, Any]]:
                 " with: use trainer.strategy=fsdp, or set rank to 0",
                 path="$.trainer.strategy",
             )
-        # its tasks are sampled by the adapter that `_push` serves
+        # The tasks are sampled by the adapter that `_push` serves.
         settings = evolve(settings, template={**settings.template, "adapter": settings.run})
     return settings, weights
 
 
 def _check_unused(cfg: Any) -> None:
-    """Refuse what SkyRL does in a generator of its own, and what it does with as many rows as samples."""
+    """Refuse settings that only SkyRL's own generator obeys, and settings that are right only with as many
+    rows as samples.
+    """
     for name, instead in UNUSED.items():
         if getattr(getattr(cfg, "generator", None), name, False):
             raise Refused(
@@ -313,13 +315,15 @@ def run(cfg: Any, settings: PluginSettings, weights: Mapping[str, Json], mask_tr
 
 def main() -> None:
     """What SkyRL's own `main` calls; `python -m polarnode.integrations.skyrl` does the same."""
-    cfg = PolarnodeConfig.from_cli_overrides([each for each in sys.argv[1:] if not each.startswith(OVERRIDE)])
+    cfg = PolarnodeConfig.from_cli_overrides(
+        [each for each in sys.argv[1:] if not each.startswith(OVERRIDE_FLAG)]
+    )
     validate_cfg(cfg)
     settings, weights = read_settings(cfg)
     mask_truncated = bool(cfg.polarnode.get("mask_truncated"))
     cfg.polarnode = {}  # SkyRL prints its configuration, and a token may be in it
     initialize_ray(cfg)
-    # not on the head node, as SkyRL's own entrypoint
+    # This does not run on the head node, as in SkyRL's own entrypoint.
     ray.get(ray.remote(num_cpus=1)(run).remote(cfg, settings, weights, mask_truncated))
 
 

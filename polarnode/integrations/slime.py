@@ -3,13 +3,13 @@
     --rollout-function-path polarnode.integrations.slime.generate_rollout
     --custom-reward-post-process-path polarnode.integrations.slime.reward_post_process
 
-Sources: THUDM/slime 624b824 and its fork radixark/miles 31f1ca9, which call these functions alike; classes
-are those of the one whose process this is. Settings are the variables of `rollout_tasks.ENVIRONMENT`, which
-Ray passes to slime's processes (`--runtime-env-json`).
+Sources: THUDM/slime 624b824 and its fork radixark/miles 31f1ca9, which call these functions alike; the
+classes are those of the trainer whose process this is. Settings are the variables of
+`rollout_tasks.ENVIRONMENT`, which Ray passes to slime's processes (`--runtime-env-json`).
 
-`--over-sampling-batch-size` above `--rollout-batch-size` keeps that many more groups in progress from one
-call to the next, so that a step does not wait for its slowest group. Nothing is aborted between calls; how
-stale a session may be is the task's `group.max_staleness`.
+`--over-sampling-batch-size` above `--rollout-batch-size` keeps the surplus groups in progress from one call
+to the next, so that a step does not wait for its slowest group. Nothing is aborted between calls; the task's
+`group.max_staleness` says how stale a session may be.
 """
 
 import atexit
@@ -42,12 +42,14 @@ from polarnode.trainers import miles, slime
 
 logger = logging.getLogger(__name__)
 
-# estimators whose rewards slime centres in their group, and those that it also divides by their spread
-CENTRED: Final = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
-SCALED: Final = CENTRED - {"reinforce_plus_plus_baseline"}
-EPSILON: Final = 1e-6  # added to the spread, as slime does
-# arguments of slime's own rollout that a node replaces; ignoring one in silence would train on something else
-REPLACED: Final = (
+# Estimators whose rewards slime centres in their group, and those whose rewards it also divides by their
+# spread.
+CENTRED_ESTIMATORS: Final = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+SCALED_ESTIMATORS: Final = CENTRED_ESTIMATORS - {"reinforce_plus_plus_baseline"}
+SPREAD_EPSILON: Final = 1e-6  # added to the spread, as slime does
+# Arguments of slime's own rollout that a node replaces. They are refused, because ignoring one silently would
+# train on something else.
+REPLACED_ARGUMENTS: Final = (
     "custom_generate_function_path",
     "custom_rm_path",
     "rm_type",
@@ -55,11 +57,11 @@ REPLACED: Final = (
     "partial_rollout",
 )
 # Groups given up in one call, for each group of the batch. A filter that drops nine of ten still ends.
-GIVEN_UP_PER_GROUP: Final = 16
-# times that a prompt of an evaluation is run again because the machine lost a session of it, after the node's
-# own retries
-EVALUATED_AGAIN: Final = 2
-METRIC: Final = "rollout/polarnode"
+MAX_GIVEN_UP_PER_GROUP: Final = 16
+# How often a prompt of an evaluation is run again if the machine lost a session of it, after the node's own
+# retries.
+MAX_EVALUATION_RETRIES: Final = 2
+METRIC_PREFIX: Final = "rollout/polarnode"
 
 
 # ── rollouts ──────────────────────────────────────────────────────────────────
@@ -80,7 +82,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
 
 def _check(args: Any) -> None:
-    for name in REPLACED:
+    for name in REPLACED_ARGUMENTS:
         if getattr(args, name, None):
             flag = name.replace("_", "-")
             raise Refused(f"leave --{flag} out: a node runs and scores the sessions", path=f"--{flag}")
@@ -91,13 +93,13 @@ def _check(args: Any) -> None:
             "leave --apply-chat-template out: a prompt is the instruction of a harness, not a model's input",
             path="--apply-chat-template",
         )
-    fields = _class("utils.types", "Sample").__dataclass_fields__
+    fields = _trainer_class("utils.types", "Sample").__dataclass_fields__
     if getattr(args, "rollout_top_p", 1.0) != 1.0 and "rollout_top_p_token_ids" in fields:
         raise Refused(
             "--rollout-top-p must be 1: slime replays what top-p kept, which a node does not record",
             path="--rollout-top-p",
         )
-    if _centres(args) and not getattr(args, "custom_reward_post_process_path", None):
+    if _centres_rewards(args) and not getattr(args, "custom_reward_post_process_path", None):
         raise Refused(
             "add --custom-reward-post-process-path polarnode.integrations.slime.reward_post_process: without"
             " it a session of several rows counts once for each of them",
@@ -114,20 +116,22 @@ class _Prompt:
 
 
 @define
-class _InProgress:
+class _GroupsInProgress:
     """The groups in progress on the node. They outlive a call."""
 
     settings: PluginSettings
-    portal: Any  # anyio's: an event loop in a thread of its own
+    portal: Any  # anyio's portal to an event loop in a thread of its own
     rollouts: NodeRollouts
     running: dict["Future[Group]", _Prompt] = field(factory=dict)
 
     def collect(self, args: Any, data_source: Any) -> Any:
-        """`rollout_batch_size` groups, oldest first of those that have ended."""
+        """Wait for `rollout_batch_size` groups and return them; of those that have ended, the oldest come
+        first.
+        """
         batch = args.rollout_batch_size
         ahead = args.over_sampling_batch_size - batch
         made: list[list[list[Any]]] = []
-        counts = _Counts()
+        counts = _CallCounts()
         while len(made) < batch:
             missing = batch - len(made) + ahead - len(self.running)
             for samples in data_source.get_samples(missing) if missing > 0 else ():
@@ -141,12 +145,12 @@ class _InProgress:
                 kept = self._ended(args, future, prompt, counts)
                 if kept is not None:
                     made.append(kept)
-            if counts.given_up > GIVEN_UP_PER_GROUP * batch:
+            if counts.given_up > MAX_GIVEN_UP_PER_GROUP * batch:
                 raise PolarnodeError(
                     f"gave {counts.given_up} groups up for a batch of {batch}; the last: {counts.reason}"
                 )
         made.sort(key=lambda group: group[0][0].index)
-        return _class("rollout.base_types", "RolloutFnTrainOutput")(
+        return _trainer_class("rollout.base_types", "RolloutFnTrainOutput")(
             samples=made,
             metrics=counts.metrics(sample for group in made for each in group for sample in each),
         )
@@ -155,23 +159,25 @@ class _InProgress:
         self.running[self.portal.start_task_soon(self.rollouts.group, prompt.spec)] = prompt
 
     def _ended(
-        self, args: Any, future: "Future[Group]", prompt: _Prompt, counts: "_Counts"
+        self, args: Any, future: "Future[Group]", prompt: _Prompt, counts: "_CallCounts"
     ) -> list[list[Any]] | None:
-        """The samples of a group, or None if it is not trained on. One that the machine lost begins again."""
+        """The samples of a group, or None if it is not trained on. A group that the machine lost is begun
+        again.
+        """
         try:
-            # it may have ended in an earlier call, before the last update
+            # The group may have ended in an earlier call, before the last update of the weights.
             group = self.portal.call(self.rollouts.delivered, future.result())
         except SessionLost as lost:
             counts.again += 1
             counts.give_up(str(lost))
-            self._begin(_renewed(prompt))
+            self._begin(_with_new_task(prompt))
             return None
         counts.count(group)
         if not group.usable:
             counts.give_up(group.reason or "without a usable session")
             if all((member.why or "").startswith("lost") for member in group.members):
                 counts.again += 1
-                self._begin(_renewed(prompt))
+                self._begin(_with_new_task(prompt))
             return None
         made = _samples(args, group, prompt.samples)
         if _kept(args, made):
@@ -182,12 +188,12 @@ class _InProgress:
     def close(self) -> None:
         """End the tasks in progress on the node."""
         for future in self.running:
-            future.cancel()  # the portal waits for them when it is closed
+            future.cancel()  # the portal waits for the tasks when it is closed
 
 
 @define
-class _Counts:
-    """What a call saw, as slime's metrics."""
+class _CallCounts:
+    """The counts of one call, as slime's metrics."""
 
     again: int = 0
     given_up: int = 0
@@ -222,38 +228,38 @@ class _Counts:
         if known:
             found |= {"staleness_mean": fmean(known), "staleness_max": max(known)}
         found |= {f"unusable/{why}": count for why, count in self.unusable.items()}
-        return {f"{METRIC}/{name}": value for name, value in found.items()}
+        return {f"{METRIC_PREFIX}/{name}": value for name, value in found.items()}
 
 
-_OPENING = threading.Lock()  # miles evaluates in a thread of its own
+_OPEN_LOCK = threading.Lock()  # miles evaluates in a thread of its own
 
 
-def _in_progress() -> _InProgress:
-    with _OPENING:
+def _in_progress() -> _GroupsInProgress:
+    with _OPEN_LOCK:
         return _opened()
 
 
 @cache
-def _opened() -> _InProgress:
+def _opened() -> _GroupsInProgress:
     settings = plugin_settings()
     stack = ExitStack()
     portal = stack.enter_context(anyio.from_thread.start_blocking_portal())
-    opened = _InProgress(settings, portal, portal.call(NodeRollouts, settings))
+    opened = _GroupsInProgress(settings, portal, portal.call(NodeRollouts, settings))
     stack.callback(opened.close)
     atexit.register(stack.close)
     return opened
 
 
-def _renewed(prompt: _Prompt) -> _Prompt:
-    """The same prompt as a new task, because a task's id names its result for ever."""
+def _with_new_task(prompt: _Prompt) -> _Prompt:
+    """The same prompt as a new task, because a task's id names its result forever."""
     return _Prompt(prompt.samples, evolve(prompt.spec, task_id=None))
 
 
 def _task(
     settings: PluginSettings, args: Any, sample: Any, count: int, *, evaluation: bool = False, **sampling: Any
 ) -> TaskSpec:
-    """The task of a prompt, sampled as slime's arguments say and not otherwise. `metadata` of the dataset's
-    row may hold a task under `polarnode`.
+    """The task of a prompt, sampled exactly as slime's arguments say. `metadata` of the dataset's row may
+    hold a task under `polarnode`.
     """
     names = {"temperature": "rollout_temperature", "top_p": "rollout_top_p", "top_k": "rollout_top_k"}
     given = {name: getattr(args, argument, None) for name, argument in names.items()} | sampling
@@ -291,7 +297,7 @@ def _samples(args: Any, group: Group, given: Sequence[Any]) -> list[list[Any]]:
 
 
 def _sample(base: Any, fields: Mapping[str, Any]) -> Any:
-    """A Sample with the fields of a row, and of the data source's sample where the row has none."""
+    """A Sample with the fields of a row; fields that the row lacks are those of the data source's sample."""
     found = {name: value for name, value in fields.items() if value is not None}
     found |= {"index": base.index, "rollout_id": base.index}
     found["metadata"] = {**(base.metadata or {}), **fields["metadata"]}
@@ -299,7 +305,9 @@ def _sample(base: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _kept(args: Any, made: list[list[Any]]) -> bool:
-    """What `--dynamic-sampling-filter-path` says of a group; it sees one Sample for each usable session."""
+    """The verdict of `--dynamic-sampling-filter-path` on a group. The filter sees one Sample for each usable
+    session.
+    """
     path = getattr(args, "dynamic_sampling_filter_path", None)
     if path is None:
         return True
@@ -317,32 +325,34 @@ def _package() -> str:
     raise Refused("neither slime nor miles is loaded: name this function in their arguments")
 
 
-def _class(module: str, name: str) -> Any:
+def _trainer_class(module: str, name: str) -> Any:
     return getattr(import_module(f"{_package()}.{module}"), name)
 
 
 @cache
 def _tokenizer(checkpoint: str) -> Any:
-    return _class("utils.processing_utils", "load_tokenizer")(checkpoint, trust_remote_code=True)
+    return _trainer_class("utils.processing_utils", "load_tokenizer")(checkpoint, trust_remote_code=True)
 
 
 # ── evaluation ────────────────────────────────────────────────────────────────
 
 
 def _evaluate(args: Any, settings: PluginSettings) -> Any:
-    """Each data set's rewards, one for each session; a prompt with a session that has none is left out."""
+    """The rewards of each data set, one for each session. A prompt is left out if a session of it has no
+    reward.
+    """
     found = {}
     for data in getattr(args, "eval_datasets", None) or ():
-        result = _evaluated(args, settings, data)
+        result = _evaluate_dataset(args, settings, data)
         if result["samples"]:
             found[data.name] = result
         else:
             logger.error("evaluation %s has no result: no session of it was scored", data.name)
-    return _class("rollout.base_types", "RolloutFnEvalOutput")(data=found)
+    return _trainer_class("rollout.base_types", "RolloutFnEvalOutput")(data=found)
 
 
-def _evaluated(args: Any, settings: PluginSettings, data: Any) -> dict[str, list[Any]]:
-    rows = _class("utils.data", "Dataset")(
+def _evaluate_dataset(args: Any, settings: PluginSettings, data: Any) -> dict[str, list[Any]]:
+    rows = _trainer_class("utils.data", "Dataset")(
         data.path,
         tokenizer=None,
         processor=None,
@@ -356,7 +366,7 @@ def _evaluated(args: Any, settings: PluginSettings, data: Any) -> dict[str, list
     asked = {"temperature": data.temperature, "top_p": data.top_p, "top_k": data.top_k}
     waiting = dict(enumerate(rows))
     scored: dict[int, list[Any]] = {}
-    for _ in range(1 + EVALUATED_AGAIN):
+    for _ in range(1 + MAX_EVALUATION_RETRIES):
         specs = [_task(settings, args, row, count, evaluation=True, **asked) for row in waiting.values()]
         for number, group in zip(list(waiting), rollout_groups(settings, specs), strict=True):
             if len(group.trajectories) == count and all(e.reward is not None for e in group.trajectories):
@@ -394,15 +404,15 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     a reward of its own (its lineage's) is compared with the sessions' mean, in units of their spread.
     """
     raw = [_reward(sample) for sample in samples]
-    if not _centres(args):
+    if not _centres_rewards(args):
         return raw, raw
-    scale = args.advantage_estimator in SCALED and args.grpo_std_normalization
+    scale = args.advantage_estimator in SCALED_ESTIMATORS and args.grpo_std_normalization
     groups: dict[Any, dict[Any, float]] = {}
     for sample, reward in zip(samples, raw, strict=True):
         if not sample.remove_sample:
             own = (sample.metadata or {}).get("polarnode", {}).get("session_reward")
             groups.setdefault(sample.group_index, {})[sample.rollout_id] = reward if own is None else own
-    levels = {name: _level(list(rewards.values()), scale) for name, rewards in groups.items()}
+    levels = {name: _mean_and_spread(list(rewards.values()), scale) for name, rewards in groups.items()}
     normalised = []
     for sample, reward in zip(samples, raw, strict=True):
         mean, spread = levels.get(sample.group_index, (reward, 1.0))
@@ -410,8 +420,8 @@ def reward_post_process(args: Any, samples: Sequence[Any]) -> tuple[list[float],
     return raw, normalised
 
 
-def _centres(args: Any) -> bool:
-    return args.advantage_estimator in CENTRED and bool(args.rewards_normalization)
+def _centres_rewards(args: Any) -> bool:
+    return args.advantage_estimator in CENTRED_ESTIMATORS and bool(args.rewards_normalization)
 
 
 def _reward(sample: Any) -> float:
@@ -419,7 +429,7 @@ def _reward(sample: Any) -> float:
     return float(sample.reward if own is None else own)
 
 
-def _level(rewards: Sequence[float], scale: bool) -> tuple[float, float]:
+def _mean_and_spread(rewards: Sequence[float], scale: bool) -> tuple[float, float]:
     """The mean and the divisor of a group: its sample deviation, as slime computes it; 1 if there is none."""
     spread = stdev(rewards) if scale and len(rewards) > 1 else 0.0
-    return fmean(rewards), spread + EPSILON if spread else 1.0
+    return fmean(rewards), spread + SPREAD_EPSILON if spread else 1.0

@@ -1,5 +1,5 @@
-"""A policy-gradient loop for Tinker (0.38, tinker-cookbook 0.6.1): sessions of a node in, optimizer steps in
-Tinker's cloud out.
+"""A policy-gradient loop for Tinker (0.38, tinker-cookbook 0.6.1): it turns sessions of a node into optimizer
+steps in Tinker's cloud.
 
     from polarnode.integrations.tinker import adapter_weights, train
 
@@ -39,12 +39,13 @@ logger = logging.getLogger(__name__)
 
 # Brings the weights after so many steps from Tinker to the node, and returns when the node serves them.
 ServeWeights = Callable[[Any, int], object]
-LEARNING_RATE: Final = 4e-5  # the cookbook's for adapters is of this size; Adam's other numbers are its own
-# Tinker's losses that are products of an advantage: without one their gradient is 0
+# The cookbook's rate for adapters is of this size; the other numbers of Adam are the cookbook's.
+LEARNING_RATE: Final = 4e-5
+# Tinker's losses that are products with an advantage. Without an advantage their gradient is 0.
 POLICY_LOSSES: Final = frozenset({"importance_sampling", "ppo", "cispo", "dro"})
-# seconds that Tinker keeps an export that nobody needs once it is on the node: a download takes minutes
+# Seconds that Tinker keeps an export. Nobody needs it once it is on the node, and a download takes minutes.
 EXPORT_TTL_S: Final = 3600
-ADAM: Final = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+ADAM_PARAMETERS: Final = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
 class Future(Protocol):
@@ -54,7 +55,7 @@ class Future(Protocol):
 
 
 class TrainingClient(Protocol):
-    """What is used of `tinker.TrainingClient`."""
+    """The part of `tinker.TrainingClient` that is used here."""
 
     def forward_backward(
         self, data: list[Any], loss_fn: Any, loss_fn_config: Mapping[str, float | str] | None = None
@@ -67,8 +68,8 @@ class TrainingClient(Protocol):
 
 @frozen(kw_only=True)
 class Step:
-    """What a step did. `rows` and `tokens` were trained; `unusable` members of its groups were not. `reward`
-    is the mean of usable sessions, None without one.
+    """The result of a step. `rows` and `tokens` were trained; `unusable` members of its groups were not.
+    `reward` is the mean of usable sessions, None without one.
 
     `worst`: the largest difference of a recorded logprob from Tinker's own, in nats. On the weights that
     sampled it is as small as two engines' arithmetic differs; more means that the node does not serve what
@@ -101,11 +102,11 @@ def train(
     temperature: float = 1.0,
     settings: PluginSettings | None = None,
 ) -> Iterator[Step]:
-    """Yield after each step. Each takes the next `prompts` rows of the dataset, repeated for ever, as tasks
-    of `samples` sessions.
+    """Train, and yield after each step. A step takes the next `prompts` rows of the dataset, which is
+    repeated forever, as tasks of `samples` sessions.
 
     * `weights(client, n)` serves the weights after `n` steps on the node; it is called with 0 first, so that
-      what samples is what is trained, and after each step that changed them.
+      the weights that sample are those that are trained, and after each step that changed them.
     * `estimator`: "grpo_without_std" is the cookbook's. `adam`: a `tinker.AdamParams`; the cookbook's numbers
       if None.
     * `kl_penalty_coef`: how much the reverse KL to the teacher of the tasks (`carry.teacher`) counts beside
@@ -113,9 +114,9 @@ def train(
     * `settings`: of `plugin_settings`; from POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN
       if None.
 
-    Sessions that are not usable train nothing, and are no reward of 0. A step without an advantage, because
-    it has no row or its groups are flat, takes no optimizer step: Adam would move the weights by its
-    momentum.
+    Sessions that are not usable are not trained, and do not count as a reward of 0. A step without an
+    advantage, because it has no row or its groups are flat, takes no optimizer step: Adam would move the
+    weights by its momentum.
     """
     if not dataset:
         raise Refused("the dataset has no row", path="$.dataset")
@@ -130,20 +131,20 @@ def train(
         specs = [task_of(where, row, samples=samples, sampling=sampling) for row in islice(rows, prompts)]
         groups = rollout_groups(where, specs)
         data = data_of(groups, estimator=estimator, kl_penalty_coef=kl_penalty_coef)
-        if not any(_teaches(each, loss_fn) for each in data):
+        if not any(_can_teach(each, loss_fn) for each in data):
             logger.warning("step %d has nothing to train: weights stay as they are", number)
             yield _step(number, groups, data, None, {})
             continue
-        # both before either is awaited: Tinker computes them in one of its cycles
+        # Both are requested before either is awaited, so that Tinker computes them in one of its cycles.
         forward = client.forward_backward(data, loss_fn, loss_fn_config)
-        optimizer = client.optim_step(adam or _adam())
+        optimizer = client.optim_step(adam or _default_adam())
         output, stepped = forward.result(), optimizer.result()
         weights(client, number)
         yield _step(number, groups, data, output, {**output.metrics, **(stepped.metrics or {})})
 
 
-def _teaches(datum: Any, loss_fn: Any) -> bool:
-    """Whether a Datum can move the weights. A loss of one's own is not known to need an advantage."""
+def _can_teach(datum: Any, loss_fn: Any) -> bool:
+    """Whether a Datum can move the weights. A user's own loss may not need an advantage."""
     if loss_fn not in POLICY_LOSSES:
         return True
     return bool((datum.loss_fn_inputs["advantages"].to_numpy() != 0).any())
@@ -158,14 +159,14 @@ def adapter_weights(settings: PluginSettings, base_model: str) -> ServeWeights:
     if not isinstance(name, str) or not name:
         raise Refused("the task names no adapter: give it one, such as its run's name", path="$.task.adapter")
     node = PolarnodeClient(settings.url, token=settings.token, patience_s=settings.patience_s)
-    mark = token_hex(4)  # versions name one set of weights for ever, also when a run begins again
+    mark = token_hex(4)  # a version names one set of weights forever, also when a run begins again
 
     def serve(client: Any, step: int) -> None:
         from safetensors.torch import load_file
         from tinker_cookbook import weights  # type: ignore[import-not-found]
 
         version = f"{name}-{mark}-{step}"
-        # the cookbook downloads no sampler's checkpoint; an export is one that it can
+        # The cookbook cannot download a sampler's checkpoint, but it can download an export.
         saved = client.save_weights_external(version, ttl_seconds=EXPORT_TTL_S).result()
         with TemporaryDirectory() as folder:
             found = weights.download(tinker_path=saved.path, output_dir=f"{folder}/tinker")
@@ -199,7 +200,7 @@ def data_of(
             trajectory,
             advantage=advantages.get(trajectory.session_id, []),
             kl_penalty_coef=kl_penalty_coef,
-            mask=False,  # forward_backward refuses it
+            mask=False,  # forward_backward refuses a mask
             arrays="native",
         )
     ]
@@ -232,8 +233,8 @@ def _step(
 
 
 def _worst(data: Sequence[Any], output: Any) -> float:
-    """Over sampled tokens, which alone have a recorded logprob: a token that was certain has 0, and so has
-    its own.
+    """The largest difference over sampled tokens, because only they have a recorded logprob. A token that was
+    certain has a logprob of 0 on both sides.
     """
     worst = 0.0
     for datum, computed in zip(data, output.loss_fn_outputs, strict=True):
@@ -243,7 +244,7 @@ def _worst(data: Sequence[Any], output: Any) -> float:
     return worst
 
 
-def _adam() -> Any:
+def _default_adam() -> Any:
     from tinker.types import AdamParams
 
-    return AdamParams(learning_rate=LEARNING_RATE, **ADAM)
+    return AdamParams(learning_rate=LEARNING_RATE, **ADAM_PARAMETERS)

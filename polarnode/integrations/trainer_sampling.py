@@ -1,8 +1,9 @@
-"""How a session that is trained is sampled: as its trainer says, and with nothing else that moves a logprob.
+"""The sampling of a session that is trained: as its trainer says, and without anything else that moves a
+logprob.
 
 Recorded logprobs are after penalties and before cuts (docs/token-fidelity.md), and a trainer computes its own
-without either. A penalty of a harness would give it wrong ratios, and a cut samples another distribution than
-the one that it differentiates.
+without either. A harness's penalty would give the trainer wrong ratios, and a cut would sample another
+distribution than the one that the trainer differentiates.
 """
 
 from collections.abc import Mapping
@@ -21,13 +22,14 @@ UNCUT: Final[Mapping[str, Json]] = {
     "presence_penalty": 0.0,
 }
 # Trainers divide logits by their own temperature; one that names none divides by this.
-TEMPERATURE: Final = 1.0
+DEFAULT_TEMPERATURE: Final = 1.0
 
 
 def trained_sampling(own: Json, given: Mapping[str, Json]) -> dict[str, Json]:
-    """The sampling of a task: the trainer's `given`, over UNCUT, over the task's `own`. None is not given.
+    """The sampling of a task: the trainer's `given`, over UNCUT, over the task's `own`. A None counts as not
+    given.
 
-    Raises Refused naming the field where the task has a cut or a penalty that the trainer does not know of.
+    Raises Refused naming the field if the task has a cut or a penalty that the trainer does not know of.
     """
     if own is not None and not isinstance(own, dict):
         raise Refused("sampling must be an object", path="$.sampling")
@@ -41,4 +43,4 @@ def trained_sampling(own: Json, given: Mapping[str, Json]) -> dict[str, Json]:
                 " of the task; the trainer's own configuration says how sessions are sampled",
                 path=f"$.sampling.{name}",
             )
-    return {"temperature": TEMPERATURE, **named, **asked}
+    return {"temperature": DEFAULT_TEMPERATURE, **named, **asked}

@@ -34,7 +34,7 @@ from polarnode.groups import rows_of as training_rows
 from polarnode.integrations.rollout_tasks import (
     EXTRA_COLUMNS,
     TASK_KEY,
-    WHOLE_GROUPS,
+    WHOLE_GROUP_FIELDS,
     NodeRollouts,
     PluginSettings,
     own_task,
@@ -43,7 +43,7 @@ from polarnode.integrations.rollout_tasks import (
     task_of,
 )
 from polarnode.trainers.rows import Absent
-from polarnode.trainers.trl import Several, rollout_members, rollout_samples
+from polarnode.trainers.trl import SeveralRows, rollout_members, rollout_samples
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -51,17 +51,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTRUCTION: Final = "instruction"  # the column that comes before a row's prompt
-TASK_COLUMNS: Final = {TASK_KEY, INSTRUCTION, *EXTRA_COLUMNS}  # of a row that is more than its prompt
-FOLDER: Final = "polarnode-weights"  # below the trainer's output_dir
-PROMPT_BYTES: Final = 200  # of a prompt in an error message
-# methods of a tensor by its type's name: torch itself is the trainer's
-CASTS: Final = {"bfloat16": "bfloat16", "float16": "half", "float32": "float"}
-# in place of a task's settings of whole groups, where the samples of a prompt are spread over processes
+# The columns of a row that is more than a prompt.
+TASK_COLUMNS: Final = {TASK_KEY, INSTRUCTION, *EXTRA_COLUMNS}
+FOLDER: Final = "polarnode-weights"  # a folder below the trainer's output_dir
+MAX_PROMPT_CHARS: Final = 200  # bytes of a prompt in an error message
+# The methods that cast a tensor, by the name of the type. torch itself is the trainer's, and is not imported
+# here.
+CAST_METHODS: Final = {"bfloat16": "bfloat16", "float16": "half", "float32": "float"}
+# What to use in place of a task's settings of whole groups if the samples of a prompt are spread over
+# processes.
 SPLIT: Final = dict.fromkeys(
-    WHOLE_GROUPS, "set per_device_train_batch_size to a multiple of num_generations, so that none is split"
+    WHOLE_GROUP_FIELDS,
+    "set per_device_train_batch_size to a multiple of num_generations, so that none is split",
 )
-BEAT_S: Final = (
-    1.0  # how often a worker shows that its loop runs, and looks whether the trainer has taken rows
+BEAT_INTERVAL_S: Final = (
+    1.0  # seconds after which a worker shows that its loop runs, and looks whether the trainer took rows
 )
 
 
@@ -69,15 +73,15 @@ BEAT_S: Final = (
 
 
 @define(kw_only=True)
-class PushWeights:
+class WeightPusher:
     """Serves a trainer's weights on a node, each under a new version, as `push_tensors` does.
 
     * `transport`: "disk" writes checkpoints below `folder`, which the node must see under the same absolute
       path; "tensor" sends handles, for a node on this process's own GPU or on this machine's CPU;
       "distributed" broadcasts from `address`, this machine's as the node reaches it.
     * `model`: the checkpoint that training began with: a folder, or a name in the local cache of the hub.
-    * `dtype` ("bfloat16" …): what floating-point tensors are cast to. The node takes those of its own
-      checkpoint alone; "disk" casts to it by itself.
+    * `dtype` ("bfloat16" …): what floating-point tensors are cast to. The node takes only the types of
+      its own checkpoint; "disk" casts to them by itself.
     """
 
     settings: PluginSettings
@@ -87,15 +91,15 @@ class PushWeights:
     address: str | None = None
     dtype: str | None = None
     mode: UpdateMode = "in_place"
-    # versions name one set of weights for ever: a run that is repeated needs names of its own
+    # A version names one set of weights forever, so a run that is repeated needs names of its own.
     mark: str = field(factory=lambda: token_hex(4), init=False)
     _group: WeightsGroup | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         if self.transport not in get_args(Transport):
             raise Refused(f"weights={self.transport!r}: use disk, tensor or distributed", path="$.weights")
-        if self.dtype is not None and self.dtype not in CASTS:
-            raise Refused(f"dtype={self.dtype!r}: use one of {', '.join(CASTS)}", path="$.dtype")
+        if self.dtype is not None and self.dtype not in CAST_METHODS:
+            raise Refused(f"dtype={self.dtype!r}: use one of {', '.join(CAST_METHODS)}", path="$.dtype")
         if self.transport == "distributed":
             if self.address is None:
                 raise Refused(
@@ -107,7 +111,7 @@ class PushWeights:
         return f"{self.settings.run}-{self.mark}-{number}"
 
     def number(self, version: str) -> int:
-        """The number of a version of this run; 0 for what was served before it."""
+        """The number of a version of this run; 0 for weights that were served before it."""
         begin, _, number = version.rpartition("-")
         return int(number) if begin == f"{self.settings.run}-{self.mark}" else 0
 
@@ -115,22 +119,22 @@ class PushWeights:
         """Serve these tensors under this number; pairs may be made while they are sent. Returns when they
         are served.
         """
-        cast = ((name, self._cast(tensor)) for name, tensor in pairs(named))
+        cast = ((name, self._cast_tensor(tensor)) for name, tensor in pairs(named))
         push_tensors(
             self._client(),
             self.version(number),
             dict(cast) if isinstance(named, Mapping) else cast,
             transport=self.transport,
             folder=self.folder,
-            model=_checkpoint(self.model) if self.transport == "disk" else None,
+            model=_checkpoint_folder(self.model) if self.transport == "disk" else None,
             group=self._group,
             mode=self.mode,
         )
 
     def push_adapter(self, number: int, model: Any, state: Mapping[str, Any]) -> None:
         """Serve the active adapter of a PEFT model as a version of the adapter `run`, whatever `transport`
-        is: it goes over HTTP. `state` has the model's tensors, whole. What PEFT has beside LoRA (DoRA,
-        `modules_to_save` …) the node refuses with its reason.
+        is: it goes over HTTP. `state` has the model's tensors, whole. The node refuses PEFT's features beyond
+        LoRA (DoRA, `modules_to_save` …) with a reason.
         """
         from peft import get_peft_model_state_dict
 
@@ -148,13 +152,13 @@ class PushWeights:
         given = self.settings
         return PolarnodeClient(given.url, token=given.token, patience_s=given.patience_s)
 
-    def _cast(self, tensor: Any) -> Any:
+    def _cast_tensor(self, tensor: Any) -> Any:
         same = self.dtype is None or not tensor.is_floating_point()
-        return tensor if same else getattr(tensor, CASTS[self.dtype or ""])()
+        return tensor if same else getattr(tensor, CAST_METHODS[self.dtype or ""])()
 
 
-def _checkpoint(model: str | None) -> str:
-    """The folder of a model that is named as transformers names it."""
+def _checkpoint_folder(model: str | None) -> str:
+    """The folder of a model whose name is one that transformers accepts."""
     if model is None:
         raise Refused(
             "weights='disk' needs the checkpoint that training began with: give model=", path="$.model"
@@ -178,8 +182,8 @@ class PolarnodeRollout:
       POLARNODE_URL, POLARNODE_TOKEN, POLARNODE_TASK and POLARNODE_RUN if not given. A row of the dataset may
       add to its task in a column `polarnode`; its prompt is the instruction.
     * `weights`, `folder` (below the trainer's output_dir if not given), `model` (the trainer's), `address`,
-      `dtype`: how weights get to the node, see `PushWeights`; "none" pushes nothing. With a `peft_config` the
-      adapter alone is served, under the name of the run, and tasks name it.
+      `dtype`: how weights get to the node, see `WeightPusher`; "none" pushes nothing. With a `peft_config`
+      the adapter alone is served, under the name of the run, and tasks name it.
     * `several`: of a session with several rows train the "last" of the main agent, or "refuse" it.
     * `importance_sampling`: let TRL weigh tokens by its own probability over the recorded one, with its
       `vllm_importance_sampling_*` settings. It reads them for its own vLLM only, so this sets the attributes
@@ -198,7 +202,7 @@ class PolarnodeRollout:
         model: str | None = None,
         address: str | None = None,
         dtype: str | None = None,
-        several: Several = "last",
+        several: SeveralRows = "last",
         importance_sampling: bool = False,
     ) -> None:
         self.settings = plugin_settings({"url": url, "token": token, "task": task, "run": run})
@@ -206,7 +210,7 @@ class PolarnodeRollout:
         self.weights = None
         if weights != "none":
             where = None if folder is None else Path(folder)
-            self.weights = PushWeights(
+            self.weights = WeightPusher(
                 settings=self.settings,
                 transport=weights,
                 folder=where,
@@ -215,47 +219,50 @@ class PolarnodeRollout:
                 dtype=dtype,
             )
         self._importance_sampling = importance_sampling
-        self._pushed: int | None = None  # the step whose weights are served
-        self._pushes = 0
-        self._columns: _Columns | None = None
+        self._pushed_step: int | None = None  # the step whose weights are served
+        self._push_count = 0
+        self._dataset_rows: _DatasetRows | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """What TRL calls. Every process of a trainer calls it, at the same step, with its own prompts."""
-        if self._columns is None:
+        """TRL's call for completions. Every process of a trainer makes it at the same step, with its own
+        prompts.
+        """
+        if self._dataset_rows is None:
             self._begin(trainer)
         self.push(trainer)
-        groups = rollout_groups(self.settings, list(self._specs(prompts, trainer)))
+        groups = rollout_groups(self.settings, list(self._task_specs(prompts, trainer)))
         absent = Absent(token_id=_pad_token(trainer))
         ends = _ends(trainer)
         found = [rollout_members(group, absent=absent, several=self.several, ends=ends) for group in groups]
         return {name: [value for each in found for value in each[name]] for name in found[0]}
 
     def push(self, trainer: Any) -> None:
-        """Serve the trainer's weights, unless they are served already. A collective: every process calls
-        it.
+        """Serve the trainer's weights, unless they are served already. This is a collective operation: every
+        process calls it.
         """
         step = trainer.state.global_step
-        if self.weights is None or step == self._pushed:
+        if self.weights is None or step == self._pushed_step:
             return
-        # gathers shards of FSDP and of DeepSpeed's stage 3, and raises if they cannot be gathered
+        # This gathers the shards of FSDP and of DeepSpeed's stage 3, and raises if they cannot be gathered.
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if trainer.accelerator.is_main_process:  # a number of its own: train() may be called again
+        # `_push_count` is a count of its own, because train() may be called again.
+        if trainer.accelerator.is_main_process:
             if hasattr(model, "peft_config"):
-                self.weights.push_adapter(self._pushes, model, state)
+                self.weights.push_adapter(self._push_count, model, state)
             else:
-                self.weights.push(self._pushes, state)
+                self.weights.push(self._push_count, state)
         trainer.accelerator.wait_for_everyone()  # nobody samples before the weights are served
-        self._pushed, self._pushes = step, self._pushes + 1
+        self._pushed_step, self._push_count = step, self._push_count + 1
 
     def _begin(self, trainer: Any) -> None:
-        """Refuse what cannot be right, before anything is sampled."""
+        """Refuse settings that cannot be right, before anything is sampled."""
         model = trainer.accelerator.unwrap_model(trainer.model)
         if self.weights is not None and hasattr(model, "peft_config"):
-            # its tasks are sampled by the adapter that `push_adapter` serves
+            # The tasks are sampled by the adapter that `push_adapter` serves.
             template = {"adapter": self.settings.run, **self.settings.template}
             self.settings = evolve(self.settings, template=template)
-        self._columns = _Columns((trainer.train_dataset, trainer.eval_dataset))
+        self._dataset_rows = _DatasetRows((trainer.train_dataset, trainer.eval_dataset))
         if self.weights is not None:
             self.weights.folder = self.weights.folder or Path(trainer.args.output_dir, FOLDER)
             self.weights.model = self.weights.model or model.config.name_or_path
@@ -263,16 +270,16 @@ class PolarnodeRollout:
         if self._importance_sampling:
             _read_recorded_logprobs(trainer)
 
-    def _specs(self, prompts: Sequence[Any], trainer: Any) -> Iterator[TaskSpec]:
+    def _task_specs(self, prompts: Sequence[Any], trainer: Any) -> Iterator[TaskSpec]:
         """Equal prompts that stand together are the samples of one task, up to the size of a group."""
-        assert self._columns is not None
+        assert self._dataset_rows is not None
         training = trainer.model.training
         size = trainer.num_generations if training else trainer.num_generations_eval
         for _, same in groupby(prompts, key=_key):
             alike = list(same)
             for start in range(0, len(alike), size):
                 count = min(size, len(alike) - start)
-                row = self._columns.row(alike[0])
+                row = self._dataset_rows.row(alike[0])
                 yield task_of(
                     self.settings,
                     row,
@@ -295,7 +302,7 @@ def node_reward(
     """The reward function of a GRPOTrainer: the node's own reward of each completion. None for a session that
     is not usable, which TRL leaves out of its group and does not train.
 
-    TRL's log gets the fraction of such sessions, and the rows per session for which it has no room.
+    TRL's log gets the fraction of such sessions, and the number of rows per session that were left out.
     """
     if log_metric is not None:
         log_metric("node/unusable", sum(unusable) / len(unusable))
@@ -304,13 +311,13 @@ def node_reward(
 
 
 def _sampling(args: Any) -> dict[str, Json]:
-    """The trainer's sampling, and nothing that a harness requests: TRL computes logprobs at its temperature,
-    before any cut.
+    """The trainer's sampling, without anything that a harness requests, because TRL computes logprobs at its
+    own temperature and before any cut.
     """
     return {
         "temperature": args.temperature,
         "top_p": args.top_p,
-        "top_k": args.top_k or -1,  # TRL's 0 is all
+        "top_k": args.top_k or -1,  # in TRL 0 means all
         "min_p": args.min_p or 0.0,
         "repetition_penalty": args.repetition_penalty,
     }
@@ -322,13 +329,15 @@ def _pad_token(trainer: Any) -> int:
 
 
 def _ends(trainer: Any) -> tuple[int, ...]:
-    """The tokens of which TRL takes the last of a completion for its end; others are truncated to it."""
+    """The tokens that TRL takes for the end of a completion; a completion with another last token is
+    truncated to TRL.
+    """
     found = [*(getattr(trainer, "eos_token_ids", None) or ()), _pad_token(trainer)]
     return tuple(int(each) for each in found)
 
 
 def _last_push(rollout: PolarnodeRollout, trainer: Any) -> Any:
-    """Serves the last step's weights too, which no rollout follows."""
+    """Serves also the weights of the last step, after which there is no rollout."""
     from transformers import TrainerCallback
 
     class LastPush(TrainerCallback):  # type: ignore[misc]
@@ -339,10 +348,10 @@ def _last_push(rollout: PolarnodeRollout, trainer: Any) -> Any:
 
 
 class _NoEngine:
-    """Stands where TRL 1.16 keeps its vLLM."""
+    """A stand-in for the vLLM that TRL 1.16 keeps."""
 
     def sync_weights(self) -> None:
-        """The rollout has pushed them."""
+        """Do nothing, because the rollout has pushed the weights."""
 
 
 def _read_recorded_logprobs(trainer: Any) -> None:
@@ -359,25 +368,25 @@ class NodeWeights:
     counted as TRL counts its `model_version`.
     """
 
-    def __init__(self, weights: PushWeights) -> None:
+    def __init__(self, weights: WeightPusher) -> None:
         self.weights = weights
         self.sent = 0
 
     def init_weight_transfer(self) -> None:
-        """Nothing to set up."""
+        """Do nothing, because there is nothing to set up."""
 
     def pause(self) -> None:
-        """The update holds generation itself, for as long as it must."""
+        """Do nothing, because the update holds generation itself for as long as it must."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         self.weights.push(self.sent + 1, iterator)
         self.sent += 1
 
     def resume(self) -> None:
-        """Done by the update."""
+        """Do nothing, because the update resumes generation itself."""
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no resources are held."""
 
 
 class NodeWorker:
@@ -385,8 +394,8 @@ class NodeWorker:
 
     Every row of a session is trained once, with the advantage of its session (or of its lineage, if that has
     a reward of its own). A session that is not usable gives none. `dataset`: rows as for PolarnodeRollout;
-    they are repeated for ever. `samples`: sessions of a group. `groups`: how many are in progress at once.
-    `estimator`: "grpo" is TRL's. How weights get to the node: see `PushWeights`; pass `weight_transfer` to
+    they are repeated forever. `samples`: sessions of a group. `groups`: how many are in progress at once.
+    `estimator`: "grpo" is TRL's. How weights get to the node: see `WeightPusher`; pass `weight_transfer` to
     the trainer too.
     """
 
@@ -410,7 +419,7 @@ class NodeWorker:
         mode: UpdateMode = "in_place",
     ) -> None:
         self.settings = plugin_settings({"url": url, "token": token, "task": task, "run": run})
-        self.weights = PushWeights(
+        self.weights = WeightPusher(
             settings=self.settings,
             transport=weights,
             folder=None if folder is None else Path(folder),
@@ -427,16 +436,16 @@ class NodeWorker:
         self._estimator: Estimator = estimator
         self._portal: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
         self._work: Future[None] | None = None
-        self._beat = time.monotonic()
+        self._last_beat = time.monotonic()
 
     def start(self) -> None:
-        """Begin. TRL calls it after the first weights are served."""
+        """Begin the work. TRL calls this after the first weights are served."""
         self._portal = anyio.from_thread.start_blocking_portal()
-        self._beat = time.monotonic()
+        self._last_beat = time.monotonic()
         self._work = self._portal.__enter__().start_task_soon(self._run)
 
     def stop(self) -> None:
-        """End, and cancel the tasks in progress on the node."""
+        """End the work, and cancel the tasks in progress on the node."""
         if self._portal is None or self._work is None:
             return
         self._work.cancel()
@@ -444,16 +453,16 @@ class NodeWorker:
         portal.__exit__(None, None, None)
 
     def update_model_version(self, model_version: int) -> None:
-        """Nothing to do: each token records the weights that sampled it."""
+        """Do nothing, because each token records the weights that sampled it."""
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the work, or RuntimeError if its loop stands still."""
+        """Raise the error that ended the worker, or RuntimeError if its loop stands still."""
         if self._work is not None and self._work.done() and not self._work.cancelled():
             error = self._work.exception()
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             raise RuntimeError(f"rollouts on the node ended: {error}") from error
-        if time.monotonic() - self._beat > stale_after_s:
+        if time.monotonic() - self._last_beat > stale_after_s:
             raise RuntimeError(f"rollouts on the node have stood still for {stale_after_s:.0f} s")
 
     async def _run(self) -> None:
@@ -474,22 +483,22 @@ class NodeWorker:
         group = await rollouts.group(spec)
         unusable = sum(not member.usable for member in group.members) / max(len(group.members), 1)
         self.metrics_queue.put_nowait({"node/unusable": unusable})
-        prompt = row.get("prompt", "")  # for TRL's log alone
+        prompt = row.get("prompt", "")  # only for TRL's log
         for sample in samples_of(group, number, self.weights, self._estimator, prompt=prompt):
             self.rollout_buffer.put_nowait(sample)
         # TRL takes rows in another thread and signals nothing; what waits for it grows stale
         while self.rollout_buffer.qsize() > self._groups * self._samples:  # noqa: ASYNC110
-            await anyio.sleep(BEAT_S)
+            await anyio.sleep(BEAT_INTERVAL_S)
         places.release()
 
     async def _show_life(self) -> None:
         while True:
-            self._beat = time.monotonic()
-            await anyio.sleep(BEAT_S)
+            self._last_beat = time.monotonic()
+            await anyio.sleep(BEAT_INTERVAL_S)
 
 
 def samples_of(
-    group: Group, number: int, weights: PushWeights, estimator: Estimator = "grpo", *, prompt: Any = ()
+    group: Group, number: int, weights: WeightPusher, estimator: Estimator = "grpo", *, prompt: Any = ()
 ) -> list[Any]:
     """TRL's RolloutSamples of a group: each row of each usable session."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
@@ -516,8 +525,8 @@ def samples_of(
 # ── rows of a dataset ─────────────────────────────────────────────────────────
 
 
-class _Columns:
-    """Finds the row of a prompt: TRL passes a `rollout_func` nothing else of it."""
+class _DatasetRows:
+    """Finds the row of a prompt, because TRL passes only the prompt to a `rollout_func`."""
 
     def __init__(self, datasets: Iterable[Any]) -> None:
         self._rows: dict[str, tuple[Any, int]] = {}
@@ -545,7 +554,8 @@ class _Columns:
             known = self._rows.setdefault(_key(prompt), (dataset, index))
             if known != (dataset, index) and not _same_task(known[0][known[1]], dataset[index]):
                 raise Refused(
-                    f"two rows have the prompt {_key(prompt)[:PROMPT_BYTES]} and different tasks: TRL passes"
+                    f"two rows have the prompt {_key(prompt)[:MAX_PROMPT_CHARS]} and different tasks: TRL"
+                    " passes"
                     " a rollout_func prompts alone, so make each prompt its task's own",
                     path="$.prompt",
                 )

@@ -7,10 +7,10 @@ processes, where it registers both under the name `polarnode`. Settings of the t
 configuration.
 
 verl counts rollouts of a prompt by itself, so a sample is a task of one session with the prompt's uid as its
-group. A session that is not usable raises: that is verl's `failure` of a prompt, which never gets a reward.
-verl starts the sessions of a prompt in one event loop and trains on none before the last has ended
-(`_run_prompt` of verl/trainer/ppo/v1/agent_loop_tq.py), so each can wait here for the others: the only one
-that is left is masked, because verl would take its reward for its advantage.
+group. A session that is not usable raises, which verl counts as a `failure` of the prompt, so that it never
+gets a reward. verl starts the sessions of a prompt in one event loop and trains on none before the last has
+ended (`_run_prompt` of verl/trainer/ppo/v1/agent_loop_tq.py), so each can wait here for the others. If only
+one session is left, it is masked, because verl would take its reward for its advantage.
 """
 
 import logging
@@ -46,7 +46,7 @@ from polarnode.integrations.verl_algorithms import (
     OWN_GROUPS,
     check_algorithm,
     compares_samples,
-    room_of,
+    rows_per_prompt,
 )
 from polarnode.trainers.rows import version_number
 from polarnode.trainers.verl import agent_loop_outputs, untrained
@@ -55,10 +55,10 @@ log = logging.getLogger(__name__)
 
 # The settings of the weights, beside those of the tasks (ENVIRONMENT): arguments of `push_tensors`, and the
 # `address` and `port` of a WeightsGroup.
-WEIGHTS: Final = ("folder", "transport", "mode", "address", "port")
+WEIGHT_SETTINGS: Final = ("folder", "transport", "mode", "address", "port")
 # A name of this process's launch: a version names one set of weights for ever, and a run that is started
 # again makes other weights of the same step.
-LAUNCH: Final = token_hex(3)
+LAUNCH_ID: Final = token_hex(3)
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
@@ -67,19 +67,19 @@ LAUNCH: Final = token_hex(3)
 def settings_of(
     rollout: Any, given: Mapping[str, Any] | None = None
 ) -> tuple[PluginSettings, dict[str, Any]]:
-    """The settings of the tasks and of the weights, from `rollout.engine_kwargs.polarnode`, over which
-    `given` (an entry of agent_loop_config_path) goes.
+    """The settings of the tasks and of the weights, from `rollout.engine_kwargs.polarnode`. `given`, an entry
+    of agent_loop_config_path, overrides them.
     """
     kwargs = rollout.get("engine_kwargs") if hasattr(rollout, "get") else rollout.engine_kwargs
     found = {**_plain((kwargs or {}).get(NAME) or {}), **_plain(given or {})}
-    unknown = sorted(set(found) - set(ENVIRONMENT) - set(WEIGHTS))
+    unknown = sorted(set(found) - set(ENVIRONMENT) - set(WEIGHT_SETTINGS))
     if unknown:
         raise Refused(
             f"engine_kwargs.polarnode has no setting {unknown[0]!r}: it takes"
-            f" {', '.join((*ENVIRONMENT, *WEIGHTS))}",
+            f" {', '.join((*ENVIRONMENT, *WEIGHT_SETTINGS))}",
             path=f"$.{unknown[0]}",
         )
-    weights = {name: found.pop(name) for name in WEIGHTS if name in found}
+    weights = {name: found.pop(name) for name in WEIGHT_SETTINGS if name in found}
     return plugin_settings(found), weights
 
 
@@ -94,8 +94,10 @@ def _plain(value: Any) -> Any:
     )
 
 
-def step_of(version: str) -> int:
-    """The step of a weight version `RUN-LAUNCH-STEP`, or of one that is a number. Refused for others."""
+def version_step(version: str) -> int:
+    """The step of a weight version `RUN-LAUNCH-STEP`, or of one that is a number. Raises Refused for
+    others.
+    """
     return version_number(version.rpartition("-")[2])
 
 
@@ -103,7 +105,7 @@ def step_of(version: str) -> int:
 
 
 @define(eq=False)
-class _Siblings:
+class _PromptSessions:
     """The sessions of a prompt in this process: how many began, ended, and were usable."""
 
     begun: int = 0
@@ -120,7 +122,7 @@ class _Siblings:
 
 @define(eq=False)
 class _StepRows:
-    """The rows of the prompts of a step, as far as they were seen in this process."""
+    """The numbers of rows of a step's prompts, as far as they were seen in this process."""
 
     step: int = -1
     prompts: set[str] = field(factory=set)
@@ -151,8 +153,8 @@ class _StepRows:
             )
 
 
-_PROMPTS: Final[dict[str, _Siblings]] = {}
-_ROWS: Final = _StepRows()
+_SESSIONS_BY_PROMPT: Final[dict[str, _PromptSessions]] = {}
+_STEP_ROWS: Final = _StepRows()
 
 
 @register(NAME)
@@ -161,16 +163,17 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
 
     def __init__(self, *args: Any, name: str = NAME, tools: Any = None, **kwargs: Any) -> None:
         """`kwargs` has verl's own arguments and the keys of the entry of agent_loop_config_path."""
-        own = {key: kwargs.pop(key) for key in (*ENVIRONMENT, *WEIGHTS) if key in kwargs}
+        own = {key: kwargs.pop(key) for key in (*ENVIRONMENT, *WEIGHT_SETTINGS) if key in kwargs}
         super().__init__(*args, **kwargs)
         check_algorithm(self.config)
-        self.compares, self.room = compares_samples(self.config), room_of(self.config)
+        self.compares, self.room = compares_samples(self.config), rows_per_prompt(self.config)
         self.settings, _ = settings_of(self.rollout_config, own)
         if _trains_adapter(self.config.actor_rollout_ref.get("model") or {}):
             template = {**self.settings.template, "adapter": self.settings.run}
             self.settings = evolve(self.settings, template=template)
         actor = self.config.actor_rollout_ref.actor
-        # the longest row that verl's dynamic batches take; it asserts there, and the run would end
+        # The longest row that verl's dynamic batches take. For a longer one verl's assertion would end the
+        # run.
         self.longest: int | None = None
         if actor.get("use_dynamic_bsz", False):
             self.longest = actor.ppo_max_token_len_per_gpu * actor.get("ulysses_sequence_parallel_size", 1)
@@ -179,21 +182,21 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
         """`kwargs`: the fields of the dataset's row and `uid`, `session_id`, `global_steps`. Raises
         SessionLost for a session that is not usable (docs/groups.md).
         """
-        # a sample without a uid is a prompt of its own
+        # A sample without a uid is a prompt of its own.
         uid, step = str(kwargs.get("uid") or token_hex(8)), int(kwargs.get("global_steps", 0))
-        siblings = _PROMPTS.setdefault(uid, _Siblings())
+        siblings = _SESSIONS_BY_PROMPT.setdefault(uid, _PromptSessions())
         siblings.begun += 1
-        _ROWS.begin(step, uid)
+        _STEP_ROWS.begin(step, uid)
         rows: list[dict[str, Any]] = []
         try:
-            await checkpoint()  # verl has made the tasks of all siblings: let each of them begin
+            await checkpoint()  # verl has made the tasks of all siblings, and this lets each of them begin
             rows = await self._session(sampling_params, kwargs)
         finally:
             siblings.end(usable=bool(rows))
             if siblings.over.is_set():
-                _PROMPTS.pop(uid, None)
+                _SESSIONS_BY_PROMPT.pop(uid, None)
         if self.room is not None:
-            _ROWS.count(step, len(rows), self.room)
+            _STEP_ROWS.count(step, len(rows), self.room)
         if self.compares:
             await siblings.over.wait()
             if siblings.begun > 1 and siblings.usable == 1:
@@ -217,10 +220,10 @@ class PolarnodeAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl is not in
         return self._rows(trajectory, row)
 
     def _rows(self, trajectory: Trajectory, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        # a session of verl's sync trainer begins and ends under the weights of the step before
+        # A session of verl's sync trainer begins and ends under the weights of the previous step.
         before = max(0, int(row.get("global_steps", 0)) - 1)
         rows = agent_loop_outputs(
-            trajectory, number=step_of if _counted(trajectory) else None, arrays="native"
+            trajectory, number=version_step if _counted(trajectory) else None, arrays="native"
         )
         for fields in rows:
             tokens = len(fields["prompt_ids"]) + len(fields["response_ids"])
@@ -257,7 +260,7 @@ def _sampling(params: Mapping[str, Any]) -> dict[str, Json]:
     """verl's sampling parameters that a node has; `logprobs` are always recorded."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     found = {name: params[name] for name in names if params.get(name) is not None}
-    if found.get("top_k") == 0:  # verl's other word for all
+    if found.get("top_k") == 0:  # in verl 0 also means all
         found["top_k"] = -1
     return found
 
@@ -315,8 +318,9 @@ class NodeWeights(BaseRollout):  # type: ignore[misc]
         named = iter(weights)
         try:
             if self.device_mesh is None or self.device_mesh.get_rank() == 0:
-                version = f"{self.settings.run}-{LAUNCH}-{global_steps or 0}"
-                # not in a thread: gathering a tensor needs the CUDA device of this one
+                version = f"{self.settings.run}-{LAUNCH_ID}-{global_steps or 0}"
+                # This does not run in another thread, because gathering a tensor needs the CUDA device of
+                # this one.
                 if peft_config is None:
                     push_tensors(self.client, version, named, **self.weights)
                 elif base_sync_done:
@@ -327,16 +331,17 @@ class NodeWeights(BaseRollout):  # type: ignore[misc]
 
 
 class NodeReplica(RolloutReplica):  # type: ignore[misc]
-    """The driver's side: verl starts no servers of its own, and there are none to put to sleep.
+    """The driver's side of the rollout backend: verl starts no servers of its own, so there are none to put
+    to sleep.
 
-    What the agent loop refuses for the whole run is refused here first, where it ends the run: to verl a
-    sample that is refused is a failure, which its samplers replace without end
+    Settings that the agent loop refuses for the whole run are refused here first, which ends the run. Later,
+    verl would take a refused sample for a failure, which its samplers replace without end
     (`sync_refill_failed_groups`, the async trainers).
     """
 
     def __init__(self, replica_rank: int, config: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(replica_rank, config, model_config, *args, **kwargs)
-        # verl gives a part of its configuration, and omegaconf knows the whole
+        # verl passes only a part of its configuration, but omegaconf knows the whole.
         if hasattr(type(config), "_get_root"):
             check_algorithm(config._get_root())
         group = settings_of(self.config)[0].template.get("group")

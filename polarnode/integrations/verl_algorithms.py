@@ -1,8 +1,10 @@
-"""Which of verl's settings are right for sessions of several rows, and which do nothing beside a node.
+"""Checks which of verl's settings are right for sessions of several rows, and which have no effect with a
+node.
 
-Pure: verl is not imported. Read in verl 0.9.1: verl/trainer/ppo/core_algos.py, verl/trainer/ppo/v1/utils.py,
-verl/experimental/agent_loop/agent_loop.py. V1 compares the sessions of a prompt for `grpo` alone, by the last
-row of each; every other estimator gets the rows, and a session of three rows is three samples to it.
+This module is pure and does not import verl. It was written after verl 0.9.1: verl/trainer/ppo/core_algos.py,
+verl/trainer/ppo/v1/utils.py, verl/experimental/agent_loop/agent_loop.py. V1 compares the sessions of a prompt
+only for `grpo`, by the last row of each; every other estimator gets the rows, so that a session of three rows
+is three samples to it.
 """
 
 import logging
@@ -13,13 +15,13 @@ from polarnode.core.errors import Refused
 
 log = logging.getLogger(__name__)
 
-NAME: Final = "polarnode"  # of the agent loop and of the rollout backend
+NAME: Final = "polarnode"  # the name of the agent loop and of the rollout backend
 
 # `grpo` compares sessions. `opo` weighs rewards by length, and the rows of a session are together as long as
-# it. `gae` and `reinforce_plus_plus` compare no samples of a prompt: they weigh tokens.
+# the session. `gae` and `reinforce_plus_plus` do not compare the samples of a prompt; they weigh tokens.
 COMPARES_SESSIONS: Final = frozenset({"grpo", "opo"})
 WEIGHS_TOKENS: Final = frozenset({"gae", "reinforce_plus_plus"})
-# what the others do with the rows of a session
+# The reasons against all other estimators: what they do with the rows of a session.
 COMPARES_ROWS: Final[Mapping[str, str]] = {
     "grpo_vectorized": "takes the mean and the spread of rows",
     "grpo_passk": "compares the best two rows, which may be of one session",
@@ -32,7 +34,7 @@ COMPARES_ROWS: Final[Mapping[str, str]] = {
     "optimal_token_baseline": "compares the tokens of rows at one position",
     "tir_optimal_token_baseline": "compares the tokens of rows at one position",
 }
-# loss modes whose terms are tokens, whatever row they are in
+# Loss modes whose terms are tokens, whatever row the tokens are in.
 TOKEN_LOSSES: Final = (
     "vanilla", "dppo_tv", "dppo_kl", "gpg", "clip_cov", "kl_cov", "dro", "cispo", "bypass_mode",
 )  # fmt: skip
@@ -43,15 +45,16 @@ ROW_LOSSES: Final[Mapping[str, str]] = {
 }
 TOKEN_MEANS: Final = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 ROW_MEANS: Final = frozenset({"seq-mean-token-mean"})
-# what verl has in place of a task's settings of whole groups: a sample is a task of its own here
+# What to use in verl in place of a task's settings of whole groups, because here each sample is a task of its
+# own.
 OWN_GROUPS: Final[Mapping[str, str]] = {
     "drop_uniform_reward": "set algorithm.filter_groups.enable=True with metric=score",
     "early_stop_min": "set actor_rollout_ref.rollout.n to the samples wanted; verl waits for all of them",
     "min_usable": "set trainer.v1.sampler.sync_refill_failed_groups=True; a lone sample is never trained",
 }
 EVALUATOR: Final = "say in the evaluator of the task what a session is worth"
-# verl's settings of rewards, its older names after its newer ones, and what is used in their place
-UNASKED: Final[Mapping[str, str]] = {
+# verl's settings of rewards, each older name after the newer one, and what to use in their place.
+IGNORED_REWARD_SETTINGS: Final[Mapping[str, str]] = {
     "reward.custom_reward_function.path": EVALUATOR,
     "custom_reward_function.path": EVALUATOR,
     "reward.reward_kwargs.overlong_buffer_cfg.enable": EVALUATOR,
@@ -80,9 +83,9 @@ def compares_samples(config: Any) -> bool:
     return _found(config, "algorithm", "adv_estimator") not in WEIGHS_TOKENS
 
 
-def room_of(config: Any) -> float | None:
-    """The rows that each prompt of a batch may have on average before there is one more optimizer step than
-    the configuration asks for; None if it does not say.
+def rows_per_prompt(config: Any) -> float | None:
+    """The average number of rows that each prompt of a batch may have before there is one more optimizer step
+    than the configuration asks for; None if the configuration does not say.
     """
     prompts = _found(config, "data", "train_batch_size")
     mini = _found(config, "actor_rollout_ref", "actor", "ppo_mini_batch_size")
@@ -95,7 +98,7 @@ def room_of(config: Any) -> float | None:
 
 def _check_estimator(config: Any) -> None:
     name = _found(config, "algorithm", "adv_estimator")
-    name = getattr(name, "value", name)  # verl's own enumeration, where it is given as one
+    name = getattr(name, "value", name)  # it may be a member of verl's own enumeration
     if name in COMPARES_ROWS:
         raise Refused(
             f"algorithm.adv_estimator={name} {COMPARES_ROWS[name]}, and a session may have several: use grpo,"
@@ -141,10 +144,10 @@ def _check_loss(actor: Any) -> None:
 
 def _check_rewards(config: Any) -> None:
     if (_found(config, "actor_rollout_ref", "rollout", "agent", "default_agent_loop") or NAME) != NAME:
-        return  # other samples are of another agent loop, and verl scores those
-    for path, instead in UNASKED.items():
+        return  # other samples belong to another agent loop, and verl scores them
+    for path, instead in IGNORED_REWARD_SETTINGS.items():
         value = _found(config, *path.split("."))
-        if value and value != "naive":  # verl's default manager
+        if value and value != "naive":  # "naive" is verl's default manager
             raise Refused(
                 f"{path}={value} would do nothing: the node scores every session, and verl computes no reward"
                 f" where there is one: leave it out, and {instead}",
@@ -153,7 +156,7 @@ def _check_rewards(config: Any) -> None:
 
 
 def _found(value: Any, *names: str) -> Any:
-    """What stands under these names of a configuration; None where one of them is missing."""
+    """The value under these names of a configuration; None if one of them is missing."""
     for name in names:
         if value is None:
             return None

@@ -1,8 +1,8 @@
 """Verify a journal: SQLite's own check, checksums, decoding, references, and the order of events.
 
-It reads only, and a node may run on the journal meanwhile: each statement sees one commit, references are
-checked within one statement, and what retention prunes between two statements is no fault. Journals of
-earlier versions are read as they are: views give them the columns that came later.
+The check only reads, and a node may run on the journal meanwhile: each statement sees one commit, each
+reference is checked within one statement, and events that retention prunes between two statements are not
+faults. Journals of earlier versions are not migrated: views add the columns that came later.
 """
 
 import sqlite3
@@ -17,18 +17,29 @@ from attrs import define, frozen
 from polarnode.core.errors import JournalError, Unreadable, boundary
 from polarnode.core.trajectory import Turn
 from polarnode.journal import entries, held, queries
-from polarnode.journal.damage import Damage, Damages, JournalConnection, note, reading_pages
-from polarnode.journal.schema import BUSY_MS, FLEET, TABLES, VERSION
-from polarnode.journal.values import KEYS_ALONE, EventKind, Filters
+from polarnode.journal.damage import Damage, DamageRecorder, JournalConnection, note_damage, page_boundary
+from polarnode.journal.schema import CREATE_TABLES, LOCK_TIMEOUT_MS, OLD_FLEET_TABLES, SCHEMA_VERSION
+from polarnode.journal.values import KEYS_ONLY, EventFilters, EventKind
 
-# Not `copies`, `commits` and `held` of older fleets: no node reads them, so nothing in them is a fault.
-BODIES: Final = ("tasks", "sessions", "turns", "trajectories", "events", "weights", "evaluations", "results")
-FAULTS_OF_SQLITE: Final = 100  # that its check lists; a file with more is not repaired by reading them
+# The tables `copies`, `commits` and `held` of older fleets are left out: no node reads them, so nothing in
+# them is a fault.
+CHECKED_TABLES: Final = (
+    "tasks",
+    "sessions",
+    "turns",
+    "trajectories",
+    "events",
+    "weights",
+    "evaluations",
+    "results",
+)
+# SQLite's check lists at most this many faults: nobody repairs a file by reading a longer list.
+MAX_SQLITE_FAULTS: Final = 100
 
 
 @frozen(kw_only=True)
 class TableCheck:
-    """One table: how many rows it has, how many of them without a checksum, how many faults they have."""
+    """One table: the number of its rows, of those without a checksum, and of the faults in them."""
 
     rows: int
     unverified: int
@@ -50,37 +61,40 @@ class CheckReport:
 
 
 @define(eq=False)
-class _Faults(Damages):
-    """Every fault, once each; nothing is logged."""
+class _FaultCollector(DamageRecorder):
+    """Collects every fault once, without a limit, and logs nothing."""
 
-    def note(self, damage: Damage) -> None:
+    def add_damage(self, damage: Damage) -> None:
         self._known.setdefault((damage.table, damage.row + damage.reason), damage)
 
 
 def check_journal(path: Path) -> CheckReport:
-    """Read all of a journal. Raises JournalError when there is none, or it cannot be opened."""
+    """Read all of a journal. Raises JournalError when the file does not exist or cannot be opened."""
     if not path.is_file():
         raise JournalError(f"{path} does not exist: name the state folder of a node")
-    faults = _Faults()
+    faults = _FaultCollector()
     with boundary(JournalError, f"{path} cannot be read as a journal"):
         db, version = open_to_read(path, faults)
         try:
-            for step in STEPS:
-                _tried(db, step)
+            for step in CHECK_STEPS:
+                _run_step(db, step)
             return CheckReport(
-                path=str(path), version=version, tables=_tables(db, faults), faults=faults.rows()
+                path=str(path),
+                version=version,
+                tables=_check_tables(db, faults),
+                faults=faults.damaged_rows(),
             )
         finally:
             db.close()
 
 
-def open_to_read(path: Path, faults: Damages) -> tuple[sqlite3.Connection, int]:
-    """A journal of any version to read, with today's tables and columns, and its version. Its node may run
-    meanwhile.
+def open_to_read(path: Path, faults: DamageRecorder) -> tuple[sqlite3.Connection, int]:
+    """Open a journal of any version for reading. Returns the connection, which shows today's tables and
+    columns, and the journal's version. The journal's node may run meanwhile.
     """
-    db = _opened(path, faults)
+    db = _open_read_only(path, faults)
     try:
-        version = _version(db, path)
+        version = _read_version(db, path)
         _add_later_columns(db)
     except BaseException:
         db.close()
@@ -88,32 +102,33 @@ def open_to_read(path: Path, faults: Damages) -> tuple[sqlite3.Connection, int]:
     return db, version
 
 
-def _opened(path: Path, faults: Damages) -> sqlite3.Connection:
-    # a read-only connection finds what a killed node left in the log beside the file
+def _open_read_only(path: Path, faults: DamageRecorder) -> sqlite3.Connection:
+    # A read-only connection also reads the write-ahead log that a killed node left beside the file.
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
     db = sqlite3.connect(uri, uri=True, isolation_level=None, factory=JournalConnection)
     db.damages = faults
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
-    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    db.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_MS}")
     return db
 
 
-def _version(db: sqlite3.Connection, path: Path) -> int:
+def _read_version(db: sqlite3.Connection, path: Path) -> int:
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if not 1 <= version <= VERSION:
+    if not 1 <= version <= SCHEMA_VERSION:
         raise JournalError(
-            f"{path} has version {version} and this polarnode reads 1 to {VERSION}: it is no journal, or one"
+            f"{path} has version {version} and this polarnode reads 1 to {SCHEMA_VERSION}: it is no"
+            " journal, or one"
             " of a later polarnode"
         )
     return int(version)
 
 
 def _add_later_columns(db: sqlite3.Connection) -> None:
-    """Cover tables of an earlier version with views that have today's columns. A view in `temp` goes before
-    the table of its name.
+    """Cover tables of an earlier version with views that have today's columns. SQLite finds a view in `temp`
+    before the table of the same name.
     """
     today = sqlite3.connect(":memory:")
-    today.executescript(f"{TABLES};{FLEET}")
+    today.executescript(f"{CREATE_TABLES};{OLD_FLEET_TABLES}")
     for (table,) in today.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
         if table.startswith("sqlite_"):
             continue
@@ -127,27 +142,27 @@ def _add_later_columns(db: sqlite3.Connection) -> None:
     today.close()
 
 
-def _tried(db: sqlite3.Connection, step: Callable[[sqlite3.Connection], None]) -> None:
-    """A step that meets a damaged page ends there; the others go on."""
+def _run_step(db: sqlite3.Connection, step: Callable[[sqlite3.Connection], None]) -> None:
+    """Run one step. A damaged page ends this step, and the other steps still run."""
     try:
-        with reading_pages():
+        with page_boundary():
             step(db)
     except Unreadable as error:
-        note(db, Damage(table="file", row=step.__name__.strip("_"), reason=str(error)))
+        note_damage(db, Damage(table="file", row=step.__name__.strip("_"), reason=str(error)))
 
 
-def _tables(db: sqlite3.Connection, faults: Damages) -> dict[str, TableCheck]:
+def _check_tables(db: sqlite3.Connection, faults: DamageRecorder) -> dict[str, TableCheck]:
     found: dict[str, TableCheck] = {}
-    for table in BODIES:
+    for table in CHECKED_TABLES:
         column = "identity_checksum" if table == "sessions" else "checksum"
         rows = unverified = 0
         try:
-            with reading_pages():
+            with page_boundary():
                 query = f"SELECT count(*), count(*) - count({column}) FROM {table}"
                 rows, unverified = db.execute(query).fetchone()
         except Unreadable as error:
-            note(db, Damage(table=table, row="all", reason=str(error)))
-        count = sum(each.table == table for each in faults.rows())
+            note_damage(db, Damage(table=table, row="all", reason=str(error)))
+        count = sum(each.table == table for each in faults.damaged_rows())
         found[table] = TableCheck(rows=rows, unverified=unverified, faults=count)
     return found
 
@@ -156,10 +171,10 @@ def _tables(db: sqlite3.Connection, faults: Damages) -> dict[str, TableCheck]:
 
 
 def _structure(db: sqlite3.Connection) -> None:
-    """SQLite's own check of pages, trees and indices."""
-    for (sentence,) in db.execute(f"PRAGMA integrity_check ({FAULTS_OF_SQLITE})").fetchall():
+    """Run SQLite's own check of pages, trees and indices."""
+    for (sentence,) in db.execute(f"PRAGMA integrity_check ({MAX_SQLITE_FAULTS})").fetchall():
         if sentence != "ok":
-            note(db, Damage(table="file", row="structure", reason=str(sentence)))
+            note_damage(db, Damage(table="file", row="structure", reason=str(sentence)))
 
 
 def _tasks(db: sqlite3.Connection) -> None:
@@ -168,37 +183,37 @@ def _tasks(db: sqlite3.Connection) -> None:
 
 
 def _sessions(db: sqlite3.Connection) -> None:
-    """Sessions with their turns and trajectories."""
+    """Read sessions with their turns and trajectories."""
     query = "SELECT session_id FROM sessions UNION SELECT session_id FROM turns"
     for (session_id,) in db.execute(query).fetchall():
-        _check_turns(db, session_id, queries.whole_session(db, session_id))
+        _check_turns(db, session_id, queries.check_session(db, session_id))
 
 
 def _check_turns(db: sqlite3.Connection, session_id: str, turns: tuple[Turn, ...]) -> None:
-    """The numbers of a session's turns have no holes, and each turn extends an earlier one."""
+    """Check that a session's turns are numbered without holes, and that each extends an earlier one."""
     query = "SELECT count(*), coalesce(max(turn), -1) FROM turns WHERE session_id = ?"
     count, last = db.execute(query, (session_id,)).fetchone()
     whose = {"table": "turns", "session_id": session_id}
     if count != last + 1:
         reason = f"{last + 1 - count} of the turns before it are missing"
-        note(db, Damage(**whose, row=f"{session_id}/{last}", reason=reason))
+        note_damage(db, Damage(**whose, row=f"{session_id}/{last}", reason=reason))
     for turn in turns:
         if turn.parent is not None and turn.parent >= turn.index:
             reason = f"it extends turn {turn.parent}, which is not before it"
-            note(db, Damage(**whose, row=f"{session_id}/{turn.index}", reason=reason))
+            note_damage(db, Damage(**whose, row=f"{session_id}/{turn.index}", reason=reason))
 
 
 def _events(db: sqlite3.Connection) -> None:
-    """Each event, and that no number between the oldest and the last is missing."""
-    every = Filters(kinds=get_args(EventKind))
+    """Read each event, and check that no number between the oldest and the last is missing."""
+    every = EventFilters(kinds=get_args(EventKind))
     seen = 0
     while True:
-        page = queries.events(db, seen, 1000, every, KEYS_ALONE, queries.Recent())
+        page = queries.events(db, seen, 1000, every, KEYS_ONLY, queries.ByteCache())
         seen = max(seen, page.first_seq - 1)  # pruned
         for event in page.events:
             if event.seq > seen + 1:
                 reason = f"the events {seen + 1} to {event.seq - 1} before it are missing"
-                note(db, Damage(table="events", row=str(event.seq), reason=reason))
+                note_damage(db, Damage(table="events", row=str(event.seq), reason=reason))
             seen = event.seq
         if page.seen >= page.last_seq:
             return
@@ -206,7 +221,7 @@ def _events(db: sqlite3.Connection) -> None:
 
 
 def _weights(db: sqlite3.Connection) -> None:
-    entries.weights(db, None)
+    entries.weight_rows(db, None)
 
 
 def _evaluations(db: sqlite3.Connection) -> None:
@@ -215,12 +230,12 @@ def _evaluations(db: sqlite3.Connection) -> None:
 
 
 def _results(db: sqlite3.Connection) -> None:
-    """Results that a shared log may lack."""
+    """Read the results that a shared log may lack."""
     held.read_results(db)
 
 
-# by table and its key, what must be there for each row, as a query that gives the keys of the rows without it
-REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
+# By fault: the table, and a query that gives the keys of its rows that have this fault.
+REFERENCE_CHECKS: Final[Mapping[str, tuple[str, str]]] = {
     "its session is missing": (
         "turns",
         "SELECT DISTINCT session_id FROM turns WHERE session_id NOT IN (SELECT session_id FROM sessions)",
@@ -271,9 +286,9 @@ REFERENCES: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def _references(db: sqlite3.Connection) -> None:
-    for reason, (table, query) in REFERENCES.items():
+    for reason, (table, query) in REFERENCE_CHECKS.items():
         for (row,) in db.execute(query).fetchall():
-            note(db, Damage(table=table, row=str(row), reason=reason))
+            note_damage(db, Damage(table=table, row=str(row), reason=reason))
 
 
-STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _results, _references)
+CHECK_STEPS: Final = (_structure, _tasks, _sessions, _events, _weights, _evaluations, _results, _references)

@@ -1,7 +1,8 @@
-"""Why the journal's disk takes nothing, and what mends it, in words.
+"""Sentences that say why the journal's disk takes nothing, and how to mend it.
 
-SQLite tells a full disk alone; a quota that is used up, a disk that fails and one that was made read-only are
-"disk I/O error" to it. So a file beside the journal is tried, whose error has the system's own number.
+SQLite distinguishes only a full disk. It reports a used-up quota, a failing disk and a read-only disk alike
+as "disk I/O error". So this module writes a test file beside the journal: its error has the system's own
+number.
 """
 
 import errno
@@ -10,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# how a disk that refuses is called, and what to do about it
-_REFUSALS: Final = {
+# by the system's error number: what is wrong with the disk, and what to do about it
+_DISK_FAULTS: Final = {
     errno.ENOSPC: ("is full", "make room on its disk"),
     errno.EDQUOT: ("has used up its quota", "make room, or raise the quota of its disk"),
     errno.EROFS: ("is read-only", "make it writable again"),
@@ -20,25 +21,25 @@ _REFUSALS: Final = {
     errno.EPERM: ("may not be written to by this user", "give the node's user its folder back"),
     errno.ENOENT: ("is gone", "mount it again"),
 }
-_TRIED: Final = b"\0" * 4096  # a block: what has no room for it has none for a page of SQLite
+_TEST_BLOCK: Final = b"\0" * 4096  # one block: a disk without room for it has none for a page of SQLite
 
 
-def refusal_of(error: OSError, folder: Path) -> str:
-    """What a disk that answers with this error is, and what mends it."""
-    what, remedy = _REFUSALS.get(error.errno or 0, (f"refuses ({error.strerror or error})", "look at it"))
+def disk_error_sentence(error: OSError, folder: Path) -> str:
+    """Say what is wrong with a disk that answers with this error, and what mends it."""
+    what, remedy = _DISK_FAULTS.get(error.errno or 0, (f"refuses ({error.strerror or error})", "look at it"))
     return f"the journal's disk {what} ({folder}): {remedy}"
 
 
-def refusal(folder: Path) -> str | None:
-    """Why the disk of a folder takes nothing now; None where it does. Writes a block."""
+def probe_disk(folder: Path) -> str | None:
+    """Write a block to find out whether the disk of a folder takes data. Returns why it does not, or None."""
     tried = folder / f".tried-{os.getpid()}"
     try:
         with tried.open("wb") as file:
-            file.write(_TRIED)
+            file.write(_TEST_BLOCK)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return refusal_of(error, folder)
+        return disk_error_sentence(error, folder)
     finally:
         with suppress(OSError):
             tried.unlink()

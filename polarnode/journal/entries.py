@@ -1,4 +1,5 @@
-"""What is written: entries for the writer's queue, each a function of its connection inside a transaction.
+"""Entries for the writer's queue. Each is a function that writes through the writer's connection, inside a
+transaction.
 
 An entry may be applied twice after a failed or partly retried commit, so each is idempotent and keeps no
 state. Values are packed when they are enqueued, so that a value that cannot be packed fails at its source.
@@ -24,27 +25,29 @@ from polarnode.core.status import EvaluatedSession, EvaluationStatus, RewardEven
 from polarnode.core.task import EvaluationSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn
 from polarnode.journal import pending_callbacks, queries
-from polarnode.journal.damage import Damage, check, checksum, decoding, note
-from polarnode.journal.queries import ending
+from polarnode.journal.damage import Damage, checksum, decode_boundary, note_damage, verify_checksum
+from polarnode.journal.queries import ending_bodies
 from polarnode.journal.values import TaskRecord
 from polarnode.merge.trajectory import Identity
 
 # ── the end of a task ────────────────────────────────────────────────────────────
 
 
-OPEN = "SELECT 1 FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NULL LIMIT 1"
+SELECT_OPEN_PLACE = (
+    "SELECT 1 FROM sessions WHERE task_id = ? AND retried_as IS NULL AND outcome IS NULL LIMIT 1"
+)
 
 
 def end_task(db: sqlite3.Connection, task_id: str, now: float) -> None:
-    """Write the group's and the task's events if that was the last of the task's places."""
+    """Write the `group` and `task` events of a task if all of its places are over."""
     task = db.execute("SELECT 1 FROM tasks WHERE task_id = ?", (task_id,)).fetchone()
-    if task is None or db.execute(OPEN, (task_id,)).fetchone() is not None:
+    if task is None or db.execute(SELECT_OPEN_PLACE, (task_id,)).fetchone() is not None:
         return
-    for kind, body in ending(db, task_id, now).items():
-        _insert(db, kind, body, now)
+    for kind, body in ending_bodies(db, task_id, now).items():
+        _insert_task_event(db, kind, body, now)
 
 
-def _insert(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float) -> None:
+def _insert_task_event(db: sqlite3.Connection, kind: str, body: dict[str, Json], now: float) -> None:
     _insert_event(
         db,
         kind=kind,
@@ -85,8 +88,8 @@ ROW_BYTES = 256  # bytes of a row besides its blob: ids, numbers, two index entr
 
 
 @frozen
-class Entry:
-    """One thing to write; `size` is about the bytes it holds in memory until then."""
+class JournalEntry:
+    """One thing to write. `size` is about how many bytes it holds in memory until it is written."""
 
     size: int
     apply: Callable[[sqlite3.Connection], None]
@@ -103,8 +106,8 @@ def task_entry(
     idempotency_key: str | None,
     now: float,
     callback_kinds: tuple[str, ...] = pending_callbacks.EVENT_KINDS,
-) -> Entry:
-    """A task and its sessions. Events of `callback_kinds` go to its callback, where it has one."""
+) -> JournalEntry:
+    """Write a task and its sessions. Events of `callback_kinds` go to the task's callback, if it has one."""
     body = dump_json(task_json(spec))
     group_id = spec.group_id or task_id
     columns = (task_id, group_id, idempotency_key, now, body)
@@ -115,7 +118,7 @@ def task_entry(
         else pending_callbacks.CallbackTarget(url=spec.callback_url, kinds=callback_kinds)
     )
     apply = partial(_insert_task, row=row, session_ids=session_ids, target=target)
-    return Entry(ROW_BYTES * (1 + len(session_ids)) + len(body), apply)
+    return JournalEntry(ROW_BYTES * (1 + len(session_ids)) + len(body), apply)
 
 
 def _insert_task(
@@ -138,7 +141,7 @@ def _insert_task(
 def insert_session(
     db: sqlite3.Connection, *, session_id: str, task_id: str, sample_index: int, attempt: int = 0
 ) -> None:
-    """The row of a session without an outcome, unless it has one."""
+    """Insert the row of a session, without an outcome. A row that exists stays as it is."""
     life = "(SELECT value FROM meta WHERE name = 'life')"
     db.execute(
         "INSERT OR IGNORE INTO sessions (session_id, task_id, sample_index, attempt, identity_checksum, life)"
@@ -153,17 +156,17 @@ def insert_session(
     )
 
 
-def cancel_entry(task_id: str, *, now: float) -> Entry:
-    return Entry(ROW_BYTES, partial(_cancel_task, row=(now, task_id)))
+def cancel_entry(task_id: str, *, now: float) -> JournalEntry:
+    return JournalEntry(ROW_BYTES, partial(_cancel_task, row=(now, task_id)))
 
 
 def _cancel_task(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
     db.execute("UPDATE tasks SET cancelled = ? WHERE task_id = ? AND cancelled IS NULL", row)
 
 
-def session_entry(identity: Identity) -> Entry:
+def session_entry(identity: Identity) -> JournalEntry:
     body = dump_json(plain(identity))
-    return Entry(ROW_BYTES + len(body), partial(start_session, identity=identity, body=body))
+    return JournalEntry(ROW_BYTES + len(body), partial(start_session, identity=identity, body=body))
 
 
 def start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) -> None:
@@ -179,14 +182,15 @@ def start_session(db: sqlite3.Connection, *, identity: Identity, body: bytes) ->
 # ── turns and trajectories ────────────────────────────────────────────────────
 
 
-def turn_entry(turn: Turn) -> Entry:
+def turn_entry(turn: Turn) -> JournalEntry:
     body = pack_turn(turn)
     row = (turn.session_id, turn.index, len(turn.sampled), body)
-    return Entry(ROW_BYTES + len(body), partial(insert_turn, row=row))
+    return JournalEntry(ROW_BYTES + len(body), partial(insert_turn, row=row))
 
 
 def insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) -> None:
-    # summed here, in the writer's thread: turns are enqueued on the event loop, and may be megabytes
+    # The checksum is computed here, in the writer's thread, because turns may be megabytes and are enqueued
+    # on the event loop.
     db.execute(
         "INSERT OR REPLACE INTO turns (session_id, turn, sampled, body, checksum) VALUES (?, ?, ?, ?, ?)",
         (*row, checksum(*row)),
@@ -195,7 +199,7 @@ def insert_turn(db: sqlite3.Connection, *, row: tuple[str, int, int, bytes]) -> 
 
 @frozen(kw_only=True)
 class PublishedSession:
-    """The fields of a trajectory that the tables hold, and its bytes."""
+    """The fields of a trajectory that have columns of their own, and its packed bytes."""
 
     session_id: str
     task_id: str
@@ -212,7 +216,7 @@ class PublishedSession:
 
     @property
     def kind(self) -> str:
-        """A replaced session's trajectory is no part of its group."""
+        """The kind of the event: an `attempt` is the trajectory of a replaced session, outside its group."""
         return "trajectory" if self.retried_as is None else "attempt"
 
 
@@ -229,8 +233,8 @@ def replace_session(
 
 
 def publish_once(db: sqlite3.Connection, it: PublishedSession) -> bool:
-    """Write a session's trajectory. Only the first is kept, because its event may have been read. False for a
-    later one.
+    """Write a session's trajectory. Only the first one is kept, because its event may have been read already.
+    Returns False for a later one.
     """
     insert_session(
         db, session_id=it.session_id, task_id=it.task_id, sample_index=it.sample_index, attempt=it.attempt
@@ -263,9 +267,9 @@ def publish_once(db: sqlite3.Connection, it: PublishedSession) -> bool:
 
 # ── evaluations of finished sessions ──────────────────────────────────────────────
 
-EVALUATION = "SELECT evaluation_id, idempotency_key, submitted, body, checksum FROM evaluations "
-# a row of `evaluated` whose session has neither a reward event nor a reason why it gets none
-PENDING = "n IS NULL AND error IS NULL"
+SELECT_EVALUATION = "SELECT evaluation_id, idempotency_key, submitted, body, checksum FROM evaluations "
+# holds for a row of `evaluated` whose session has neither a reward event nor a reason why it gets none
+IS_PENDING = "n IS NULL AND error IS NULL"
 
 
 def evaluation_entry(
@@ -275,12 +279,12 @@ def evaluation_entry(
     evaluation_id: str,
     idempotency_key: str | None,
     now: float,
-) -> Entry:
-    """An evaluation of `sessions`; by each one's id, why it is refused, or None."""
+) -> JournalEntry:
+    """Write an evaluation. `sessions` maps the id of each session to why it is refused, or to None."""
     columns = (evaluation_id, idempotency_key, now, dump_json(plain(spec)))
     rows = [(evaluation_id, session_id, why) for session_id, why in sessions.items()]
     apply = partial(_insert_evaluation, row=(*columns, checksum(*columns)), rows=rows)
-    return Entry(ROW_BYTES * (1 + len(rows)) + len(columns[3]), apply)
+    return JournalEntry(ROW_BYTES * (1 + len(rows)) + len(columns[3]), apply)
 
 
 def _insert_evaluation(
@@ -296,21 +300,22 @@ def _insert_evaluation(
     )
 
 
-def reward_entry(given: RewardEvent) -> Entry:
-    """The `reward` event of an evaluated session, once for each evaluation. Its number is given here."""
+def reward_entry(given: RewardEvent) -> JournalEntry:
+    """Write the `reward` event of an evaluated session, once for each evaluation. The entry numbers it."""
     body: dict[str, Json] = plain(given)
-    return Entry(2 * ROW_BYTES + len(dump_json(body)), partial(_insert_reward, given=given, body=body))
+    return JournalEntry(2 * ROW_BYTES + len(dump_json(body)), partial(_insert_reward, given=given, body=body))
 
 
 def _insert_reward(db: sqlite3.Connection, *, given: RewardEvent, body: dict[str, Json]) -> None:
     whose = (given.evaluation_id, given.session_id)
-    pending = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND session_id = ? AND {PENDING}"
+    pending = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND session_id = ? AND {IS_PENDING}"
     if db.execute(pending, whose).fetchone() is None:
         return
     kept = "SELECT 1 FROM trajectories WHERE session_id = ?"
     if db.execute(kept, whose[1:]).fetchone() is None:
-        # its numbers may be pruned with its events, and no key is given twice
-        _refuse(db, whose=whose, why=f"session {given.session_id} was pruned while it was evaluated")
+        # The session's earlier reward events may be pruned, and with them the numbers that keys must not
+        # repeat.
+        _write_refusal(db, whose=whose, why=f"session {given.session_id} was pruned while it was evaluated")
         return
     last = "SELECT coalesce(max(n), 0) FROM evaluated WHERE session_id = ?"
     n = int(db.execute(last, whose[1:]).fetchone()[0]) + 1
@@ -332,24 +337,26 @@ def _insert_reward(db: sqlite3.Connection, *, given: RewardEvent, body: dict[str
     )
 
 
-def refusal_entry(evaluation_id: str, session_id: str, why: str) -> Entry:
-    """A session of an evaluation that gets no event."""
-    return Entry(ROW_BYTES + len(why), partial(_refuse, whose=(evaluation_id, session_id), why=why))
+def refusal_entry(evaluation_id: str, session_id: str, why: str) -> JournalEntry:
+    """Record why a session of an evaluation gets no event."""
+    return JournalEntry(
+        ROW_BYTES + len(why), partial(_write_refusal, whose=(evaluation_id, session_id), why=why)
+    )
 
 
-def _refuse(db: sqlite3.Connection, *, whose: tuple[str, str], why: str) -> None:
+def _write_refusal(db: sqlite3.Connection, *, whose: tuple[str, str], why: str) -> None:
     db.execute(
-        f"UPDATE evaluated SET error = ? WHERE evaluation_id = ? AND session_id = ? AND {PENDING}",
+        f"UPDATE evaluated SET error = ? WHERE evaluation_id = ? AND session_id = ? AND {IS_PENDING}",
         (why, *whose),
     )
 
 
 def forget_evaluation(db: sqlite3.Connection, session_id: str | None, seq: int) -> None:
-    """Forget an evaluation with its last `reward` event, once none of its sessions is pending."""
+    """Delete an evaluation when its last `reward` event is pruned and none of its sessions is pending."""
     whose = db.execute(
         "SELECT evaluation_id FROM evaluated WHERE session_id = ? AND seq = ?", (session_id, seq)
     ).fetchone()
-    left = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND (seq > ? OR {PENDING})"
+    left = f"SELECT 1 FROM evaluated WHERE evaluation_id = ? AND (seq > ? OR {IS_PENDING})"
     if whose is None or db.execute(left, (*whose, seq)).fetchone() is not None:
         return
     for table in ("evaluations", "evaluated"):
@@ -359,29 +366,29 @@ def forget_evaluation(db: sqlite3.Connection, session_id: str | None, seq: int) 
 def evaluation(
     db: sqlite3.Connection, evaluation_id: str | None, idempotency_key: str | None = None
 ) -> EvaluationStatus | None:
-    """The evaluation of this id, or of this key."""
+    """The evaluation with this id, or with this key."""
     where = "WHERE evaluation_id = ? OR idempotency_key = ?"
-    row = db.execute(EVALUATION + where, (evaluation_id, idempotency_key)).fetchone()
-    return None if row is None else _evaluation(db, *row)
+    row = db.execute(SELECT_EVALUATION + where, (evaluation_id, idempotency_key)).fetchone()
+    return None if row is None else _read_evaluation(db, *row)
 
 
 def pending_evaluations(db: sqlite3.Connection) -> tuple[EvaluationStatus, ...]:
-    """Those with a pending session, oldest first."""
+    """The evaluations with a pending session, oldest first."""
     pending = (
-        f"WHERE evaluation_id IN (SELECT evaluation_id FROM evaluated WHERE {PENDING}) ORDER BY submitted"
+        f"WHERE evaluation_id IN (SELECT evaluation_id FROM evaluated WHERE {IS_PENDING}) ORDER BY submitted"
     )
-    return tuple(_evaluation(db, *row) for row in db.execute(EVALUATION + pending).fetchall())
+    return tuple(_read_evaluation(db, *row) for row in db.execute(SELECT_EVALUATION + pending).fetchall())
 
 
-def standing(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, bool]:
-    """Whether each of these sessions is over; without those that are not in the journal."""
+def session_ends(db: sqlite3.Connection, session_ids: Sequence[str]) -> dict[str, bool]:
+    """Map each session to whether it is over. Sessions that are not in the journal are left out."""
     query = "SELECT session_id, outcome IS NOT NULL FROM sessions WHERE session_id = ?"
     found = (db.execute(query, (session_id,)).fetchone() for session_id in session_ids)
     return {row[0]: bool(row[1]) for row in found if row is not None}
 
 
-def places_of(db: sqlite3.Connection, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
-    """The sessions that hold the places of a task or of a group's tasks."""
+def placed_sessions(db: sqlite3.Connection, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+    """The ids of the sessions that hold the places of a task, or of all tasks of a group."""
     column, name = ("group_id", group_id) if task_id is None else ("task_id", task_id)
     rows = db.execute(
         f"SELECT session_id FROM sessions JOIN tasks USING (task_id) WHERE retried_as IS NULL AND"
@@ -391,25 +398,25 @@ def places_of(db: sqlite3.Connection, task_id: str | None, group_id: str | None)
     return tuple(session_id for (session_id,) in rows)
 
 
-EVALUATED = """
+SELECT_EVALUATED = """
 SELECT session_id, CASE WHEN error IS NULL THEN CASE WHEN n IS NULL THEN 'pending' ELSE 'evaluated' END
     ELSE CASE WHEN n IS NULL THEN 'refused' ELSE 'failed' END END,
     n, sessions.reward, evaluated.reward, error
 FROM evaluated LEFT JOIN sessions USING (session_id) WHERE evaluation_id = ? ORDER BY evaluated.rowid"""
 
 
-def _evaluation(
+def _read_evaluation(
     db: sqlite3.Connection, name: str, key: str | None, submitted: float, body: bytes, expected: int | None
 ) -> EvaluationStatus:
     spec: EvaluationSpec | None = None
     try:
-        check(expected, name, key, submitted, body)
-        with decoding():
+        verify_checksum(expected, name, key, submitted, body)
+        with decode_boundary():
             spec = structure(read_json(body), EvaluationSpec)
     except Unreadable as error:
-        note(db, Damage(table="evaluations", row=name, reason=str(error)))
+        note_damage(db, Damage(table="evaluations", row=name, reason=str(error)))
     columns = [each.name for each in fields(EvaluatedSession)]
-    rows = db.execute(EVALUATED, (name,)).fetchall()
+    rows = db.execute(SELECT_EVALUATED, (name,)).fetchall()
     sessions = tuple(EvaluatedSession(**dict(zip(columns, row, strict=True))) for row in rows)
     counts = Counter[str](each.state for each in sessions)
     return EvaluationStatus(
@@ -424,29 +431,29 @@ def _evaluation(
 
 # ── runs of one name ────────────────────────────────────────────────────────────
 
-RUN: Final = ":run-"  # stands between the name and the number of a task that is not the first
-_AFTER: Final = ":run."  # '.' follows '-': every name with a number lies between the two
+RUN_SEPARATOR: Final = ":run-"  # between the name and the number of a task that is not the first of this name
+_AFTER_RUNS: Final = ":run."  # '.' comes after '-', so every name with a number lies between the two
 
 
 def latest_run(db: sqlite3.Connection, name: str) -> TaskRecord | None:
-    """The task of this name, or the last of its later runs. Earlier runs may be pruned, so the numbers may
-    begin anywhere.
+    """The last task that was submitted under this name. Earlier ones may be pruned, so the numbers may begin
+    anywhere.
     """
     query = (
         "SELECT task_id FROM tasks WHERE task_id = ? OR (task_id > ? AND task_id < ?) ORDER BY number DESC"
         " LIMIT 1"
     )
-    row = db.execute(query, (name, name + RUN, name + _AFTER)).fetchone()
+    row = db.execute(query, (name, name + RUN_SEPARATOR, name + _AFTER_RUNS)).fetchone()
     return None if row is None else queries.task(db, row[0])
 
 
 # ── weights ────────────────────────────────────────────────────────────
 
-COLUMNS = "SELECT number, version, at, body, checksum FROM weights "
+SELECT_WEIGHTS = "SELECT number, version, at, body, checksum FROM weights "
 
 
 def adapter_of(body: Json) -> str:
-    """The adapter that a version of the weights is of, by its body; empty for the base."""
+    """The name of the adapter in the body of a version of the weights; empty for the base model."""
     match body:
         case {"source": {"kind": "adapter", "adapter": str(name)}}:
             return name
@@ -454,7 +461,7 @@ def adapter_of(body: Json) -> str:
 
 
 def is_deleted(body: Json) -> bool:
-    """Whether the adapter that a version is of was deleted, by its body."""
+    """Whether the body of a version says that its adapter was deleted."""
     match body:
         case {"source": {"deleted": _}}:
             return True
@@ -471,14 +478,14 @@ class WeightsRow:
 
     @property
     def adapter(self) -> str:
-        """The name of the adapter that it is a version of; empty for the base."""
+        """The name of the adapter that this is a version of; empty for the base model."""
         return adapter_of(self.body)
 
 
-def weights_entry(version: str, body: Mapping[str, Json], *, now: float) -> Entry:
+def weights_entry(version: str, body: Mapping[str, Json], *, now: float) -> JournalEntry:
     columns = (version, now, dump_json(dict(body)))
     row = (*columns, checksum(*columns))
-    return Entry(ROW_BYTES + len(columns[2]), partial(_insert_weights, row=row))
+    return JournalEntry(ROW_BYTES + len(columns[2]), partial(_insert_weights, row=row))
 
 
 def _insert_weights(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
@@ -486,10 +493,10 @@ def _insert_weights(db: sqlite3.Connection, *, row: tuple[object, ...]) -> None:
         db.execute("INSERT INTO weights (version, at, body, checksum) VALUES (?, ?, ?, ?)", row)
 
 
-def weights_changed_entry(version: str, body: Mapping[str, Json]) -> Entry:
-    """What else became of a version."""
+def weights_changed_entry(version: str, body: Mapping[str, Json]) -> JournalEntry:
+    """Replace the body of a version, for example when its adapter was deleted."""
     packed = dump_json(dict(body))
-    return Entry(ROW_BYTES + len(packed), partial(_change_weights, version=version, body=packed))
+    return JournalEntry(ROW_BYTES + len(packed), partial(_change_weights, version=version, body=packed))
 
 
 def _change_weights(db: sqlite3.Connection, *, version: str, body: bytes) -> None:
@@ -498,25 +505,27 @@ def _change_weights(db: sqlite3.Connection, *, version: str, body: bytes) -> Non
         db.execute("UPDATE weights SET body = ?, checksum = ? WHERE version = ?", row)
 
 
-def weights(db: sqlite3.Connection, limit: int | None, *, adapters: bool = False) -> tuple[WeightsRow, ...]:
-    """Those of the base, or those of adapters, newest first, without damaged rows."""
-    rows = (_row(db, *row) for row in db.execute(COLUMNS + "ORDER BY number DESC"))
+def weight_rows(
+    db: sqlite3.Connection, limit: int | None, *, adapters: bool = False
+) -> tuple[WeightsRow, ...]:
+    """The versions of the base model, or those of adapters, newest first and without damaged rows."""
+    rows = (_read_weight_row(db, *row) for row in db.execute(SELECT_WEIGHTS + "ORDER BY number DESC"))
     found = (row for row in rows if row is not None and (row.adapter != "") is adapters)
     return tuple(islice(found, limit))
 
 
-def weights_of(db: sqlite3.Connection, version: str) -> WeightsRow | None:
-    row = db.execute(COLUMNS + "WHERE version = ?", (version,)).fetchone()
-    return None if row is None else _row(db, *row)
+def weight_row(db: sqlite3.Connection, version: str) -> WeightsRow | None:
+    row = db.execute(SELECT_WEIGHTS + "WHERE version = ?", (version,)).fetchone()
+    return None if row is None else _read_weight_row(db, *row)
 
 
-def _row(
+def _read_weight_row(
     db: sqlite3.Connection, number: int, version: str, at: float, body: bytes, expected: int | None
 ) -> WeightsRow | None:
     try:
-        check(expected, version, at, body)
-        with decoding():
+        verify_checksum(expected, version, at, body)
+        with decode_boundary():
             return WeightsRow(version=version, at=at, body=read_json(body))
     except Unreadable as error:
-        note(db, Damage(table="weights", row=str(number), reason=str(error)))
+        note_damage(db, Damage(table="weights", row=str(number), reason=str(error)))
         return None

@@ -14,13 +14,13 @@ from attrs import frozen
 from polarnode.core.codec.json import dump_json
 
 EVENT_FORMAT: Final = "event"  # the `callback_format` that sends each event as the stream has it
-EVENT_KINDS: Final = ("trajectory", "group", "task")  # and the kinds of events it sends
-EXPIRED: Final = "callbacks_expired"  # in `meta`
+EVENT_KINDS: Final = ("trajectory", "group", "task")  # the kinds of events that this format sends
+EXPIRED_META_ROW: Final = "callbacks_expired"  # the row of `meta` that counts them
 
 
 @frozen(kw_only=True)
 class CallbackTarget:
-    """Where a task's events go, and the kinds of them that do."""
+    """The URL that a task's events are sent to, and the kinds of events that are."""
 
     url: str
     kinds: tuple[str, ...]
@@ -28,7 +28,7 @@ class CallbackTarget:
 
 @frozen(kw_only=True)
 class CallbackCounts:
-    """Events that are `pending`, and how many retention pruned before their receivers accepted them."""
+    """The numbers of events that are `pending`, and that were pruned before their receivers accepted them."""
 
     pending: int
     expired: int
@@ -38,7 +38,7 @@ class CallbackCounts:
 
 
 def remember_callback(db: sqlite3.Connection, task_id: str, target: CallbackTarget | None) -> None:
-    """Store where a task's events go; written with the task."""
+    """Store where a task's events go. This is written in the transaction of the task."""
     if target is not None:
         db.execute(
             "INSERT OR IGNORE INTO callback_urls VALUES (?, ?, ?)",
@@ -47,8 +47,8 @@ def remember_callback(db: sqlite3.Connection, task_id: str, target: CallbackTarg
 
 
 def add_pending(db: sqlite3.Connection, kind: str, task_id: str) -> None:
-    """Make the event that was inserted last pending, if its task's callback is sent this kind. A `task` event
-    is its task's last.
+    """Make the event that was inserted last pending, if its task's callback is sent events of this kind. A
+    `task` event is the last one of its task, so the callback is forgotten with it.
     """
     row = db.execute("SELECT url, kinds FROM callback_urls WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
@@ -61,27 +61,28 @@ def add_pending(db: sqlite3.Connection, kind: str, task_id: str) -> None:
         db.execute("DELETE FROM callback_urls WHERE task_id = ?", (task_id,))
 
 
-def expire(db: sqlite3.Connection, seq: int) -> None:
-    """Drop pending events up to `seq`, which retention prunes. They are counted for as long as the journal
-    lives.
+def expire_callbacks(db: sqlite3.Connection, seq: int) -> None:
+    """Drop the pending events up to `seq`, which retention prunes, and count them. The count is never
+    reset.
     """
     lost = db.execute("DELETE FROM callbacks WHERE seq <= ?", (seq,)).rowcount
     if lost:
         db.execute(
             "INSERT INTO meta VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
-            (EXPIRED, lost),
+            (EXPIRED_META_ROW, lost),
         )
 
 
-def taken(db: sqlite3.Connection, *, seq: int) -> None:
-    """Delete the row of an event that its receiver accepted."""
+def delete_callback(db: sqlite3.Connection, *, seq: int) -> None:
+    """Delete the pending row of an event that its receiver accepted."""
     db.execute("DELETE FROM callbacks WHERE seq = ?", (seq,))
 
 
 # ── reads ─────────────────────────────────────────────────────────────────────
 
-# by URL, so many of the oldest pending event of each task; `leased` events are on their way, or wait
-HEADS: Final = """
+# The oldest pending event of each task, with a limit for each URL. Events in `leased` are being sent, or wait
+# to be sent again.
+SELECT_HEADS: Final = """
 WITH heads AS (
     SELECT min(seq) AS seq, task_id, url FROM callbacks
     WHERE url NOT IN (SELECT room.key FROM json_each(:rooms) AS room WHERE room.value < 1)
@@ -95,11 +96,11 @@ WHERE number <= coalesce((SELECT room.value FROM json_each(:rooms) AS room WHERE
 ORDER BY free.seq LIMIT :limit"""
 
 
-def heads(
+def oldest_pending(
     db: sqlite3.Connection, limit: int, each: int, rooms: Mapping[str, int], leased: Sequence[int]
 ) -> list[tuple[int, str, str, str]]:
-    """The oldest pending event of each task and URL, oldest first: its number, task, URL and key. Of a URL at
-    most as many as `rooms` says, or `each` where it does not name it.
+    """The oldest pending event of each task and URL, oldest first: its number, task, URL and key. `rooms`
+    limits the events of each URL that it names, and `each` those of any other.
     """
     values = {
         "limit": limit,
@@ -107,11 +108,11 @@ def heads(
         "rooms": dump_json(dict(rooms)).decode(),
         "leased": dump_json(list(leased)).decode(),
     }
-    return db.execute(HEADS, values).fetchall()
+    return db.execute(SELECT_HEADS, values).fetchall()
 
 
-def counts(db: sqlite3.Connection) -> CallbackCounts:
-    """Pending events, and those that retention pruned while they were pending."""
+def count_callbacks(db: sqlite3.Connection) -> CallbackCounts:
+    """Count the pending events, and those that retention pruned while they were pending."""
     (pending,) = db.execute("SELECT count(*) FROM callbacks").fetchone()
-    row = db.execute("SELECT value FROM meta WHERE name = ?", (EXPIRED,)).fetchone()
+    row = db.execute("SELECT value FROM meta WHERE name = ?", (EXPIRED_META_ROW,)).fetchone()
     return CallbackCounts(pending=pending, expired=0 if row is None else int(row[0]))

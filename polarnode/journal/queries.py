@@ -1,6 +1,6 @@
-"""Reads of the journal: plain functions of a read connection, each within one snapshot, which `Journal` runs
-in threads; and a cache of recently encoded events.
+"""Reads of the journal, and a cache of recently encoded events.
 
+The reads are plain functions of a read connection, each within one snapshot; `Journal` runs them in threads.
 A page of events is bounded in bytes, because one trajectory may be tens of megabytes as JSON. A reader whose
 filters match nothing must still advance. Events never change, so cached bytes stay valid.
 """
@@ -21,96 +21,106 @@ from polarnode.core.errors import Unreadable
 from polarnode.core.status import SessionRecord
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Damaged, Outcome, Trajectory, Turn, Verdict
-from polarnode.groups.group import Facts, group_json, judged
-from polarnode.journal.damage import Damage, check, decoding, encoded, is_corrupt, note, reading_pages
-from polarnode.journal.schema import FORKED, read_fork, snapshot
+from polarnode.groups.group import SessionFacts, group_json, judged
+from polarnode.journal.damage import (
+    Damage,
+    decode_boundary,
+    encode_trajectory,
+    is_corrupt,
+    note_damage,
+    page_boundary,
+    verify_checksum,
+)
+from polarnode.journal.schema import FORKED_FROM_COLUMN, read_forked_from, read_snapshot
 from polarnode.journal.values import (
-    PRUNED,
+    PRUNED_BODY,
+    EventFilters,
     EventKind,
     EventPage,
-    Filters,
     StoredEvent,
     TaskRecord,
     TrajectoryEncoder,
     UnfinishedSession,
     unreadable_event,
 )
-from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
+from polarnode.merge.trajectory import Identity, Result, assemble, requested_fork
 
 # ── cache ────────────────────────────────────────────────────────────
 
-# a few seconds of a busy node, which is how far readers that keep up are apart; or a few of its longest
-# sessions
-KEPT_BYTES = 64 << 20
+# The cache holds a few seconds of a busy node, which is how far readers that keep up are apart, or a few of
+# its longest sessions.
+CACHE_BYTES = 64 << 20
 
 
 @define(eq=False)
-class Recent:
+class ByteCache:
     """A cache of bytes by key, bounded in bytes, which drops the least recently used first.
 
-    Sixteen readers of one stream need the same bytes. Threads may call it at once: one waits for what
-    another makes, and no two wait for each other.
+    Sixteen readers of one stream need the same bytes. Several threads may use the cache: one waits for the
+    bytes that another makes, and no two wait for each other.
     """
 
-    limit: int = KEPT_BYTES
-    held: int = field(default=0, init=False)
-    _kept: OrderedDict[Hashable, bytes] = field(factory=OrderedDict, init=False)
-    _making: dict[Hashable, threading.Lock] = field(factory=dict, init=False)
+    limit: int = CACHE_BYTES
+    cached_bytes: int = field(default=0, init=False)
+    _cached: OrderedDict[Hashable, bytes] = field(factory=OrderedDict, init=False)
+    _locks_by_key: dict[Hashable, threading.Lock] = field(factory=dict, init=False)
     _lock: threading.Lock = field(factory=threading.Lock, init=False)
 
     def get(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
-        """The bytes of `key`, made by `make` where they are not cached; one caller at a time makes them."""
+        """The bytes of `key`. Where they are not cached `make` makes them, for one caller at a time."""
         with self._lock:
-            if (found := self._found(key)) is not None:
+            if (found := self._look_up(key)) is not None:
                 return found
-            making = self._making.setdefault(key, threading.Lock())
+            making = self._locks_by_key.setdefault(key, threading.Lock())
         with making:
             try:
-                return self._found_or_made(key, make)
+                return self._get_or_make(key, make)
             finally:
                 with self._lock:
-                    self._making.pop(key, None)  # threads that wait on this lock hold a reference
+                    self._locks_by_key.pop(
+                        key, None
+                    )  # threads that wait for this lock keep a reference to it
 
-    def _found_or_made(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
+    def _get_or_make(self, key: Hashable, make: Callable[[], bytes]) -> bytes:
         with self._lock:
-            if (found := self._found(key)) is not None:
+            if (found := self._look_up(key)) is not None:
                 return found
         made = make()
         with self._lock:
-            self._keep(key, made)
+            self._store(key, made)
         return made
 
-    def _found(self, key: Hashable) -> bytes | None:
-        found = self._kept.get(key)
+    def _look_up(self, key: Hashable) -> bytes | None:
+        found = self._cached.get(key)
         if found is not None:
-            self._kept.move_to_end(key)
+            self._cached.move_to_end(key)
         return found
 
-    def _keep(self, key: Hashable, value: bytes) -> None:
-        """Keep a value, unless it is larger than half of the cache: it would push out what others read."""
-        if len(value) > self.limit // 2 or key in self._kept:
+    def _store(self, key: Hashable, value: bytes) -> None:
+        """Keep a value, unless it is larger than half of the cache and would push out what others read."""
+        if len(value) > self.limit // 2 or key in self._cached:
             return
-        self._kept[key] = value
-        self.held += len(value)
-        while self.held > self.limit:
-            _, dropped = self._kept.popitem(last=False)
-            self.held -= len(dropped)
+        self._cached[key] = value
+        self.cached_bytes += len(value)
+        while self.cached_bytes > self.limit:
+            _, dropped = self._cached.popitem(last=False)
+            self.cached_bytes -= len(dropped)
 
 
 # ── reads ────────────────────────────────────────────────────────────
 
-# of JSON a page: what one slow stream may hold in memory, beside one trajectory; a page costs 0.2 ms, its
-# JSON 5
+# Most bytes of JSON in a page, besides one trajectory: a slow stream may hold them in memory. A page costs
+# 0.2 ms, and its JSON 5 ms.
 PAGE_BYTES = 1 << 20
 
-TASK = "SELECT task_id, group_id, idempotency_key, submitted, spec, checksum, cancelled FROM tasks "
-SESSION = f"""
+SELECT_TASK = "SELECT task_id, group_id, idempotency_key, submitted, spec, checksum, cancelled FROM tasks "
+SELECT_SESSION = f"""
 SELECT session_id, task_id, sample_index, attempt, outcome, reward, trainable, staleness, finished,
     retried_as, outcome_checksum,
     (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id),
     (SELECT coalesce(sum(sampled), 0) FROM turns WHERE turns.session_id = sessions.session_id AND turn >=
-        coalesce(json_extract({FORKED}, '$.got'), 0)),
-    {FORKED}
+        coalesce(json_extract({FORKED_FROM_COLUMN}, '$.got'), 0)),
+    {FORKED_FROM_COLUMN}
 FROM sessions """
 
 
@@ -118,42 +128,42 @@ FROM sessions """
 
 
 def task(db: sqlite3.Connection, task_id: str) -> TaskRecord | None:
-    with snapshot(db):
-        row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
-        return None if row is None else _task(db, row)
+    with read_snapshot(db):
+        row = db.execute(SELECT_TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+        return None if row is None else _read_task(db, row)
 
 
 def recorded_task(db: sqlite3.Connection, task_id: str) -> TaskRecord:
-    """A task that is there, within the caller's snapshot."""
-    return _task(db, db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone())
+    """A task that is known to exist, read within the caller's snapshot."""
+    return _read_task(db, db.execute(SELECT_TASK + "WHERE task_id = ?", (task_id,)).fetchone())
 
 
 def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | None:
-    with snapshot(db):
+    with read_snapshot(db):
         row = db.execute(
-            TASK + "WHERE idempotency_key = ? ORDER BY number LIMIT 1", (idempotency_key,)
+            SELECT_TASK + "WHERE idempotency_key = ? ORDER BY number LIMIT 1", (idempotency_key,)
         ).fetchone()
-        return None if row is None else _task(db, row)
+        return None if row is None else _read_task(db, row)
 
 
 def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
-    """Newest first; `before` is the last task of the page before."""
+    """Tasks, newest first. `before` is the last task of the previous page."""
     older = "WHERE ?1 IS NULL OR number < (SELECT number FROM tasks WHERE task_id = ?1) "
-    with snapshot(db):
-        rows = db.execute(TASK + older + "ORDER BY number DESC LIMIT ?2", (before, limit)).fetchall()
-        return tuple(_task(db, row) for row in rows)
+    with read_snapshot(db):
+        rows = db.execute(SELECT_TASK + older + "ORDER BY number DESC LIMIT ?2", (before, limit)).fetchall()
+        return tuple(_read_task(db, row) for row in rows)
 
 
 def session(db: sqlite3.Connection, session_id: str) -> SessionRecord | None:
-    row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
-    return None if row is None else session_of(db, row)
+    row = db.execute(SELECT_SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+    return None if row is None else read_session(db, row)
 
 
-def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
+def _read_task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
     task_id, group_id, key, submitted, _, _, cancelled = row
-    spec, damaged = _spec(db, row)
+    spec, damaged = _read_spec(db, row)
     sessions = db.execute(
-        SESSION + "WHERE task_id = ? AND retried_as IS NULL ORDER BY sample_index", (task_id,)
+        SELECT_SESSION + "WHERE task_id = ? AND retried_as IS NULL ORDER BY sample_index", (task_id,)
     ).fetchall()
     return TaskRecord(
         task_id=task_id,
@@ -161,47 +171,48 @@ def _task(db: sqlite3.Connection, row: Sequence[Any]) -> TaskRecord:
         idempotency_key=key,
         submitted=submitted,
         spec=spec or UNKNOWN_TASK,
-        sessions=tuple(session_of(db, one) for one in sessions),
+        sessions=tuple(read_session(db, one) for one in sessions),
         cancelled=cancelled,
         damaged=damaged,
     )
 
 
-UNKNOWN_TASK: Final = TaskSpec(instruction="", harness=HarnessSpec(name="unknown"))  # of a damaged row
+# the spec that stands for that of a damaged row
+UNKNOWN_TASK: Final = TaskSpec(instruction="", harness=HarnessSpec(name="unknown"))
 
 
-def _spec(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[TaskSpec | None, str | None]:
-    """The spec of a row of TASK; or None, and why it cannot be read."""
+def _read_spec(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[TaskSpec | None, str | None]:
+    """The spec in a row of TASK, or None and why it cannot be read."""
     task_id, group_id, key, submitted, body, expected, _ = row
     try:
-        check(expected, task_id, group_id, key, submitted, body)
-        with decoding():
-            # Not `read_task`: what was accepted once stays readable when a later version refuses it.
+        verify_checksum(expected, task_id, group_id, key, submitted, body)
+        with decode_boundary():
+            # `read_task` is not used: what was accepted once stays readable when a later version refuses it.
             return structure(read_json(body), TaskSpec), None
     except Unreadable as error:
-        note(db, Damage(table="tasks", row=str(task_id), reason=str(error)))
+        note_damage(db, Damage(table="tasks", row=str(task_id), reason=str(error)))
         return None, str(error)
 
 
-def _outcome(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[Outcome, float | None]:
-    """The outcome and the reward of a session of SESSION that is over; an error without a reward if its row
-    is damaged.
+def _read_outcome(db: sqlite3.Connection, row: Sequence[Any]) -> tuple[Outcome, float | None]:
+    """The outcome and the reward in a row of SESSION whose session is over. A damaged row gives an error
+    without a reward.
     """
     session_id, outcome, reward, expected = row[0], row[4], row[5], row[10]
     try:
         # trainable, staleness, finished, retried_as
-        check(expected, session_id, outcome, reward, *row[6:10])
-        with decoding():
+        verify_checksum(expected, session_id, outcome, reward, *row[6:10])
+        with decode_boundary():
             return structure(read_json(outcome), Outcome), reward
     except Unreadable as error:
-        note(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
+        note_damage(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
         reason = f"the outcome of the session is lost: its row in the journal is damaged ({error})"
         return Outcome(status="error", boundary="journal", reason=reason), None
 
 
-def session_of(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
+def read_session(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
     session_id, task_id, sample_index, attempt, body, *_, finished, retried_as, _, count, sampled, fork = row
-    outcome, reward = (None, None) if body is None else _outcome(db, row)
+    outcome, reward = (None, None) if body is None else _read_outcome(db, row)
     return SessionRecord(
         session_id=session_id,
         task_id=task_id,
@@ -213,14 +224,14 @@ def session_of(db: sqlite3.Connection, row: Sequence[Any]) -> SessionRecord:
         finished=finished,
         attempt=attempt,
         retried_as=retried_as,
-        forked_from=read_fork(fork),
+        forked_from=read_forked_from(fork),
     )
 
 
 # ── turns and trajectories ────────────────────────────────────────────────────
 
-TURNS = "SELECT turn, sampled, body, checksum FROM turns WHERE session_id = ?"
-MOST_TURNS: Final = 1 << 31  # more than any session has
+SELECT_TURNS = "SELECT turn, sampled, body, checksum FROM turns WHERE session_id = ?"
+MAX_TURN_NUMBER: Final = 1 << 31  # more than any session has
 
 
 def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
@@ -229,21 +240,21 @@ def turns(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
 
 
 def readable_turns(
-    db: sqlite3.Connection, session_id: str, *, before: int = MOST_TURNS
+    db: sqlite3.Connection, session_id: str, *, before: int = MAX_TURN_NUMBER
 ) -> tuple[tuple[Turn, ...], tuple[Damaged, ...]]:
-    """The turns of a session below `before` that can be read, and the names of the others."""
+    """The turns of a session with numbers below `before` that can be read, and the names of the others."""
     found: list[Turn] = []
     damaged: list[Damaged] = []
     for number, read in _turn_rows(db, session_id, before):
         try:
-            with reading_pages():
+            with page_boundary():
                 sampled, body, expected = read()
-            check(expected, session_id, number, sampled, body)
-            with decoding():
+            verify_checksum(expected, session_id, number, sampled, body)
+            with decode_boundary():
                 found.append(unpack_turn(body))
         except Unreadable as error:
             row = f"{session_id}/{number}"
-            note(db, Damage(table="turns", row=row, session_id=session_id, reason=str(error)))
+            note_damage(db, Damage(table="turns", row=row, session_id=session_id, reason=str(error)))
             damaged.append(Damaged(part=f"turns[{number}]", reason=str(error)))
     return tuple(found), tuple(damaged)
 
@@ -254,12 +265,12 @@ Row = Sequence[Any]
 def _turn_rows(
     db: sqlite3.Connection, session_id: str, before: int
 ) -> Iterator[tuple[int, Callable[[], Row]]]:
-    """The numbers of the turns, each with what gives its row. One query, up to a damaged page; from there on
-    the numbers come from an index, and a query for each gives its row.
+    """The numbers of the turns, each with a function that gives its row. One query reads all rows up to a
+    damaged page. From there on the numbers come from an index, and each row has a query of its own.
     """
     last = -1
     try:
-        for number, *rest in db.execute(TURNS + " AND turn < ? ORDER BY turn", (session_id, before)):
+        for number, *rest in db.execute(SELECT_TURNS + " AND turn < ? ORDER BY turn", (session_id, before)):
             last = number
             yield number, partial(tuple, rest)
         return
@@ -272,17 +283,17 @@ def _turn_rows(
 
 
 def _turn_row(db: sqlite3.Connection, session_id: str, number: int) -> Row:
-    return tuple(db.execute(TURNS + " AND turn = ?", (session_id, number)).fetchone()[1:])
+    return tuple(db.execute(SELECT_TURNS + " AND turn = ?", (session_id, number)).fetchone()[1:])
 
 
 def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
-    with snapshot(db):
-        return _trajectory(db, session_id)
+    with read_snapshot(db):
+        return _read_trajectory(db, session_id)
 
 
-def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
-    """A trajectory without what is damaged: without a turn's row it has its other turns, without its own row
-    it is built again from its turns.
+def _read_trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    """A trajectory without what is damaged. Where the row of a turn is damaged, the other turns remain; where
+    the trajectory's own row is damaged, it is built again from its turns.
     """
     query = (
         "SELECT body, trajectories.checksum, retried_as"
@@ -290,34 +301,36 @@ def _trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
     )
     found: tuple[tuple[Turn, ...], tuple[Damaged, ...]] | None = None
     try:
-        with reading_pages():
+        with page_boundary():
             row = db.execute(query, (session_id,)).fetchone()
         if row is None:
             return None
         found = readable_turns(db, session_id)
-        check(row[1], session_id, row[0])
-        with decoding():
+        verify_checksum(row[1], session_id, row[0])
+        with decode_boundary():
             whole = unpack_trajectory(row[0], found[0], damaged=found[1])
-            # which session has its place now is known after it was packed
+            # Which session has its place now became known after it was packed.
             return whole if row[2] is None else evolve(whole, retried_as=row[2])
     except Unreadable as error:
-        note(db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=str(error)))
-        return _rebuilt(db, session_id, *(found or readable_turns(db, session_id)), error)
+        note_damage(
+            db, Damage(table="trajectories", row=session_id, session_id=session_id, reason=str(error))
+        )
+        return _rebuild_trajectory(db, session_id, *(found or readable_turns(db, session_id)), error)
 
 
-def _rebuilt(
+def _rebuild_trajectory(
     db: sqlite3.Connection,
     session_id: str,
     kept: tuple[Turn, ...],
     damaged: tuple[Damaged, ...],
     error: Unreadable,
 ) -> Trajectory | None:
-    """The trajectory of a session built from its turns and its outcome."""
-    row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+    """Build the trajectory of a session from its turns and its outcome."""
+    row = db.execute(SELECT_SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
     if row is None or row[4] is None:
         return None
-    session = _unfinished(db, *row[:3], *_identity_row(db, session_id))
-    outcome, reward = _outcome(db, row)
+    session = _read_unfinished(db, *row[:3], *_identity_row(db, session_id))
+    outcome, reward = _read_outcome(db, row)
     reason = f"{error}; it was built again from its turns, without metrics, timing and rewards of its parts"
     whole = assemble(
         session.identity,
@@ -331,40 +344,44 @@ def _rebuilt(
     return evolve(whole, staleness=row[7])
 
 
-def whole_session(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
-    """Read everything of a session, so that what is damaged of it is noted. Gives its turns."""
-    with snapshot(db):
-        row = db.execute(SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
+def check_session(db: sqlite3.Connection, session_id: str) -> tuple[Turn, ...]:
+    """Read everything of a session, so that its damaged rows are noted. Returns its turns."""
+    with read_snapshot(db):
+        row = db.execute(SELECT_SESSION + "WHERE session_id = ?", (session_id,)).fetchone()
         if row is not None:
-            session_of(db, row)
-            _unfinished(db, *row[:3], *_identity_row(db, session_id))
-        whole = _trajectory(db, session_id)
+            read_session(db, row)
+            _read_unfinished(db, *row[:3], *_identity_row(db, session_id))
+        whole = _read_trajectory(db, session_id)
         return turns(db, session_id) if whole is None else whole.turns
 
 
-IDENTITY = "SELECT attempt, identity, identity_checksum FROM sessions WHERE session_id = ?"
+SELECT_IDENTITY = "SELECT attempt, identity, identity_checksum FROM sessions WHERE session_id = ?"
 
 
 def _identity_row(db: sqlite3.Connection, session_id: str) -> Row:
-    found: Row = db.execute(IDENTITY, (session_id,)).fetchone()
+    found: Row = db.execute(SELECT_IDENTITY, (session_id,)).fetchone()
     return found
 
 
-WHOSE = "SELECT session_id, task_id, sample_index, attempt, identity, identity_checksum FROM sessions WHERE "
+SELECT_SESSION_IDENTITY = (
+    "SELECT session_id, task_id, sample_index, attempt, identity, identity_checksum FROM sessions WHERE "
+)
 
 
 def identity_of(db: sqlite3.Connection, session_id: str) -> Identity | None:
-    """Whose session it is; None where its row or its task's is damaged."""
-    row = db.execute(WHOSE + "session_id = ?", (session_id,)).fetchone()
-    found = None if row is None else _unfinished(db, *row)
+    """The identity of a session. None where its row or that of its task is damaged."""
+    row = db.execute(SELECT_SESSION_IDENTITY + "session_id = ?", (session_id,)).fetchone()
+    found = None if row is None else _read_unfinished(db, *row)
     return None if found is None or found.damaged else found.identity
 
 
-def unfinished(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
-    """Sessions of earlier runs without a trajectory, in the order they were submitted."""
+def unfinished_sessions(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
+    """Sessions of earlier runs that have no trajectory, in the order in which they were submitted."""
     earlier = "outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
-    with snapshot(db):
-        found = tuple(_unfinished(db, *row) for row in db.execute(WHOSE + earlier).fetchall())
+    with read_snapshot(db):
+        found = tuple(
+            _read_unfinished(db, *row) for row in db.execute(SELECT_SESSION_IDENTITY + earlier).fetchall()
+        )
         return tuple(_with_turns(db, each) for each in found)
 
 
@@ -373,7 +390,7 @@ def _with_turns(db: sqlite3.Connection, session: UnfinishedSession) -> Unfinishe
     return evolve(session, turns=found, damaged=(*session.damaged, *damaged))
 
 
-def _unfinished(
+def _read_unfinished(
     db: sqlite3.Connection,
     session_id: str,
     task_id: str,
@@ -382,18 +399,18 @@ def _unfinished(
     body: bytes | None,
     expected: int | None,
 ) -> UnfinishedSession:
-    """A session without its turns. What is damaged of it is replaced by what its columns say."""
-    row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
-    spec, lost = (None, None) if row is None else _spec(db, row)
+    """A session without its turns. Where its identity is damaged, the columns of its row stand in for it."""
+    row = db.execute(SELECT_TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+    spec, lost = (None, None) if row is None else _read_spec(db, row)
     damaged: tuple[Damaged, ...] = () if lost is None else (Damaged(part="task", reason=lost),)
     identity: Identity | None = None
     try:
-        check(expected, session_id, task_id, sample_index, attempt, body)
-        if body is not None:  # None: it waited in the queue
-            with decoding():
+        verify_checksum(expected, session_id, task_id, sample_index, attempt, body)
+        if body is not None:  # it is None where the session only waited in the queue
+            with decode_boundary():
                 identity = structure(read_json(body), Identity)
     except Unreadable as error:
-        note(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
+        note_damage(db, Damage(table="sessions", row=session_id, session_id=session_id, reason=str(error)))
         damaged += (Damaged(part="identity", reason=str(error)),)
     return UnfinishedSession(
         identity=identity
@@ -407,7 +424,7 @@ def _unfinished(
             model="",
             node="",
             attempt=attempt,
-            forked_from=asked_fork(spec),
+            forked_from=requested_fork(spec),
         ),
         spec=spec,
         turns=(),
@@ -420,17 +437,17 @@ def _unfinished(
 # ── the end of a task ─────────────────────────────────────────────────────────
 
 
-def places_over(db: sqlite3.Connection, task_id: str) -> tuple[Facts, ...]:
-    """The finished sessions that hold the task's places, in order of sample_index: the facts by which a group
-    is judged, at its end and before.
+def finished_places(db: sqlite3.Connection, task_id: str) -> tuple[SessionFacts, ...]:
+    """The finished sessions that hold the task's places, in order of sample_index, as the facts by which a
+    group is judged, at its end and before.
     """
     over = "WHERE task_id = ? AND retried_as IS NULL AND outcome IS NOT NULL ORDER BY sample_index"
-    return tuple(_facts(db, row) for row in db.execute(SESSION + over, (task_id,)).fetchall())
+    return tuple(_read_facts(db, row) for row in db.execute(SELECT_SESSION + over, (task_id,)).fetchall())
 
 
-def _facts(db: sqlite3.Connection, row: Row) -> Facts:
-    outcome, reward = _outcome(db, row)
-    return Facts(
+def _read_facts(db: sqlite3.Connection, row: Row) -> SessionFacts:
+    outcome, reward = _read_outcome(db, row)
+    return SessionFacts(
         session_id=row[0],
         sample_index=row[2],
         outcome=evolve(outcome, log_tail=None),
@@ -440,17 +457,20 @@ def _facts(db: sqlite3.Connection, row: Row) -> Facts:
     )
 
 
-def ending(db: sqlite3.Connection, task_id: str, finished: float) -> dict[str, dict[str, Json]]:
+def ending_bodies(db: sqlite3.Connection, task_id: str, finished: float) -> dict[str, dict[str, Json]]:
     """The bodies of the `group` and `task` events of a task whose places are over; none for an unknown task.
-    A task whose row is damaged is judged by the defaults. The bytes depend on the places alone, because in a
-    fleet two journals may write them; `finished` is for journals that did not record when a place ended.
+
+    A task whose row is damaged is judged by the defaults. The bytes depend on the places alone. `finished` is
+    used for journals that did not record when a place ended.
     """
-    row = db.execute(TASK + "WHERE task_id = ?", (task_id,)).fetchone()
+    row = db.execute(SELECT_TASK + "WHERE task_id = ?", (task_id,)).fetchone()
     if row is None:
         return {}
-    spec, _ = _spec(db, row)
+    spec, _ = _read_spec(db, row)
     group_id = row[1]
-    group = judged((spec or UNKNOWN_TASK).group, places_over(db, task_id), task_id=task_id, group_id=group_id)
+    group = judged(
+        (spec or UNKNOWN_TASK).group, finished_places(db, task_id), task_id=task_id, group_id=group_id
+    )
     statuses = [member.status for member in group.members]
     counts: dict[str, Json] = {status: statuses.count(status) for status in dict.fromkeys(statuses)}
     last = "SELECT max(finished) FROM sessions WHERE task_id = ? AND retried_as IS NULL"
@@ -469,14 +489,14 @@ def events(
     db: sqlite3.Connection,
     after: int,
     limit: int,
-    filters: Filters,
+    filters: EventFilters,
     encoder: TrajectoryEncoder,
-    recent: Recent,
+    recent: ByteCache,
 ) -> EventPage:
-    """Up to `limit` events after `after`, fewer when they are large; at least one when there is one. `recent`
-    caches their bodies.
+    """Up to `limit` events after `after`, fewer where they are large, but at least one if there is one.
+    `recent` caches their bodies.
     """
-    with snapshot(db):
+    with read_snapshot(db):
         (last,) = db.execute(
             "SELECT coalesce(max(seq), 0) FROM sqlite_sequence WHERE name = 'events'"
         ).fetchone()
@@ -485,7 +505,7 @@ def events(
         found: list[StoredEvent] = []
         size = 0
         for row in rows:
-            found.append(_event(db, encoder, recent, row))
+            found.append(_read_event(db, encoder, recent, row))
             size += len(found[-1].body)
             if size > PAGE_BYTES:
                 break
@@ -494,19 +514,19 @@ def events(
     return EventPage(events=tuple(found), seen=seen, first_seq=pruned + 1, last_seq=last)
 
 
-EVENT = (
+SELECT_EVENT = (
     "SELECT seq, kind, key, task_id, group_id, session_id, outcome, reward, at, body, checksum FROM events"
 )
 
 
 def _event_rows(
-    db: sqlite3.Connection, after: int, limit: int, last: int, filters: Filters
+    db: sqlite3.Connection, after: int, limit: int, last: int, filters: EventFilters
 ) -> tuple[list[Row], int]:
-    """The next rows of events, and how far a reader is with all of them."""
-    where, values = _where(filters)
+    """The next rows of events, and how far a reader is after all of them."""
+    where, values = _filter_clauses(filters)
     try:
         rows: list[Row] = db.execute(
-            f"{EVENT} WHERE seq > ? {where} ORDER BY seq LIMIT ?", (after, *values, limit)
+            f"{SELECT_EVENT} WHERE seq > ? {where} ORDER BY seq LIMIT ?", (after, *values, limit)
         ).fetchall()
         return rows, max(after, last) if len(rows) < limit else rows[-1][0]
     except sqlite3.Error as error:
@@ -518,26 +538,26 @@ def _event_rows(
 
 
 def _one_event_row(db: sqlite3.Connection, seq: int, where: str, values: list[object]) -> Row | None:
-    """A row of EVENT; one with its number alone where its page is damaged."""
+    """A row of EVENT. Where its page is damaged, the row has only its number and the reason."""
     try:
-        with reading_pages():
-            found: Row | None = db.execute(f"{EVENT} WHERE seq = ? {where}", (seq, *values)).fetchone()
+        with page_boundary():
+            found: Row | None = db.execute(f"{SELECT_EVENT} WHERE seq = ? {where}", (seq, *values)).fetchone()
             return found
     except Unreadable as error:
         return (seq, *(None,) * 9, str(error))
 
 
-def _where(filters: Filters) -> tuple[str, list[object]]:
+def _filter_clauses(filters: EventFilters) -> tuple[str, list[object]]:
     clauses: list[tuple[str, object]] = [
         ("task_id = ?", filters.task_id),
         ("group_id = ?", filters.group_id),
-        ("(outcome IS NULL OR outcome = ?)", filters.outcome),  # groups and tasks have none
+        ("(outcome IS NULL OR outcome = ?)", filters.outcome),  # groups and tasks have no outcome
         ("(outcome IS NULL OR reward >= ?)", filters.min_reward),
     ]
     used = [(clause, value) for clause, value in clauses if value is not None]
     kinds = ", ".join("?" * len(filters.kinds))
     where = " ".join(f"AND {clause}" for clause, _ in used)
-    # a kind that none of them is: the row is damaged, and whoever asks for its kind must get to know
+    # A row of an unknown kind is damaged. Every reader gets it, because any may have asked for its real kind.
     known = ", ".join(f"'{kind}'" for kind in get_args(EventKind))
     return f"{where} AND (kind IN ({kinds}) OR kind NOT IN ({known}))", [
         *(value for _, value in used),
@@ -545,14 +565,16 @@ def _where(filters: Filters) -> tuple[str, list[object]]:
     ]
 
 
-def _event(db: sqlite3.Connection, encoder: TrajectoryEncoder, recent: Recent, row: Row) -> StoredEvent:
-    """A trajectory is stored packed and encoded when it is read; a group or task is stored as JSON. An event
-    that cannot be given becomes one that states this.
+def _read_event(
+    db: sqlite3.Connection, encoder: TrajectoryEncoder, recent: ByteCache, row: Row
+) -> StoredEvent:
+    """Read an event. A trajectory is stored packed and is encoded here; a group or task is stored as JSON. An
+    event that cannot be read becomes one that says so.
     """
     seq, kind, key, task_id, _, session_id, _, _, at, body, _ = row
     try:
-        if not _verified(db, row):
-            body = _body_again(db, kind, task_id, at)
+        if not _verify_event(db, row):
+            body = _rebuild_body(db, kind, task_id, at)
         if body is None:
             encode = encoder.encode
             body = (
@@ -562,22 +584,22 @@ def _event(db: sqlite3.Connection, encoder: TrajectoryEncoder, recent: Recent, r
             )
         return StoredEvent(seq=seq, kind=kind, key=key, body=body)
     except Unreadable as error:
-        note(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
+        note_damage(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
         return unreadable_event(row, str(error))
 
 
-def _verified(db: sqlite3.Connection, row: Row) -> bool:
-    """Whether the row is as it was written. False where only its body, or what filters and retention use, is
-    damaged: the event can then be given all the same. Raises Unreadable where it is not known which event it
+def _verify_event(db: sqlite3.Connection, row: Row) -> bool:
+    """Whether the row is as it was written. False where only its body is damaged, or what filters and
+    retention use: the event can still be given then. Raises Unreadable where it is not known which event it
     is.
     """
     seq, kind, key, task_id, group_id, session_id, outcome, reward, at, body, expected = row
     if kind is None:
-        raise Unreadable(expected)  # its page is damaged
+        raise Unreadable(expected)  # its page is damaged, and `expected` is the reason
     try:
-        check(expected, kind, key, task_id, group_id, session_id, outcome, reward, at, body)
+        verify_checksum(expected, kind, key, task_id, group_id, session_id, outcome, reward, at, body)
         if expected is None and body is not None:
-            with decoding():
+            with decode_boundary():
                 read_json(body)
         return True
     except Unreadable as error:
@@ -586,20 +608,22 @@ def _verified(db: sqlite3.Connection, row: Row) -> bool:
         query = "SELECT 1 FROM sessions WHERE task_id = ?1 AND ?2 IN (session_id, '') LIMIT 1"
         if db.execute(query, (task_id, session_id or "")).fetchone() is None:
             raise
-        note(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
+        note_damage(db, Damage(table="events", row=str(seq), session_id=session_id, reason=str(error)))
         return False
 
 
-def _body_again(db: sqlite3.Connection, kind: EventKind, task_id: str, at: Any) -> bytes | None:
-    """The body of an event whose own is damaged. That of a group or a task is made again from the tables."""
+def _rebuild_body(db: sqlite3.Connection, kind: EventKind, task_id: str, at: Any) -> bytes | None:
+    """The body of an event whose own is damaged. The body of a group or task is made again from the
+    tables.
+    """
     if kind in ("trajectory", "attempt"):
         return None
-    found = ending(db, task_id, at if isinstance(at, float) else 0.0)
+    found = ending_bodies(db, task_id, at if isinstance(at, float) else 0.0)
     if not found:
         raise Unreadable("its body is damaged, and its task is no longer in the journal")
     return dump_json(found[kind])
 
 
 def _trajectory_body(db: sqlite3.Connection, encode: Callable[[Trajectory], bytes], session_id: str) -> bytes:
-    whole = _trajectory(db, session_id)
-    return PRUNED if whole is None else encoded(encode, whole)
+    whole = _read_trajectory(db, session_id)
+    return PRUNED_BODY if whole is None else encode_trajectory(encode, whole)

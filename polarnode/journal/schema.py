@@ -1,7 +1,7 @@
 """The tables, their migrations, and how a connection is opened.
 
-A change of the tables raises VERSION and brings the step from the version before. So does a new field in what
-is packed into a blob: this polarnode reads old blobs, but the one before cannot read new ones.
+A change of the tables raises VERSION and adds the step from the version before. So does a new field in what
+is packed into a blob: this polarnode reads old blobs, but the version before it cannot read new ones.
 tests/journal/test_journal_versions.py opens a journal of every version. `events.seq` is AUTOINCREMENT because
 a number must never be given twice, even when its row was pruned.
 
@@ -21,12 +21,12 @@ from pathlib import Path
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.errors import JournalError, Unreadable
 from polarnode.core.trajectory import ForkedFrom
-from polarnode.journal.damage import Damages, JournalConnection, decoding, is_corrupt
-from polarnode.support.bounded import private_opener
+from polarnode.journal.damage import DamageRecorder, JournalConnection, decode_boundary, is_corrupt
+from polarnode.support.bounded import open_private
 
-VERSION = 10
-# of the fleets before version 10, whose nodes held tasks for each other; no new journal has these tables
-FLEET = """
+SCHEMA_VERSION = 10
+# Tables of the fleets before version 10, whose nodes held tasks for each other. No new journal has them.
+OLD_FLEET_TABLES = """
 CREATE TABLE copies (
     task_id TEXT PRIMARY KEY,
     role TEXT NOT NULL,
@@ -48,8 +48,8 @@ CREATE TABLE commits (
 );
 CREATE TABLE held (session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, body BLOB NOT NULL, checksum INTEGER)
 """
-JOURNAL_ID = "INSERT INTO meta VALUES ('journal', 'j' || lower(hex(randomblob(8))))"
-RESULTS = """
+INSERT_JOURNAL_ID = "INSERT INTO meta VALUES ('journal', 'j' || lower(hex(randomblob(8))))"
+CREATE_RESULTS = """
 CREATE TABLE results (
     session_id TEXT PRIMARY KEY,
     about BLOB NOT NULL,
@@ -58,14 +58,15 @@ CREATE TABLE results (
     checksum INTEGER
 )"""
 
-# By version, the statements that make the next version. What came with 2: routed experts and alternatives in
-# turns and traces. 3: retried sessions, cancelled tasks, the new messages of turns. 4: times of events and
-# positions, the weights that were served, pending callbacks, what a group needs of its sessions, when a
-# consumer was last seen, marks of what all consumers had acknowledged. 5: checksums (`damage.py`).
-# 6: teachers' logprobs in traces; evaluations of sessions that were over. 7: the journal's id, what a fleet
-# keeps in two journals. 8: forks. 9: sessions that go on where another was lost. 10: results of sessions that
-# a shared log may lack.
-STEPS: Mapping[int, str] = {
+# By version: the statements that make the next version. Version 2 added routed experts and alternatives in
+# turns and traces. Version 3 added retried sessions, cancelled tasks and the new messages of turns. Version 4
+# added the times of events and positions, the weights that were served, pending callbacks, what a group needs
+# of its sessions, when a consumer was last seen, and marks of what all consumers had acknowledged. Version 5
+# added checksums (`damage.py`). Version 6 added teachers' logprobs in traces, and evaluations of finished
+# sessions. Version 7 added the journal's id, and what a fleet kept in two journals. Version 8 added forks.
+# Version 9 added sessions that go on where another was lost. Version 10 added results of sessions that a
+# shared log may lack.
+MIGRATIONS: Mapping[int, str] = {
     1: "",
     2: (
         "ALTER TABLE sessions ADD COLUMN attempt INTEGER NOT NULL DEFAULT 0;\nALTER TABLE sessions ADD COLUMN"
@@ -94,13 +95,13 @@ STEPS: Mapping[int, str] = {
         " session_id TEXT NOT NULL, n INTEGER, seq INTEGER, reward REAL, error TEXT, UNIQUE (evaluation_id,"
         " session_id));\nCREATE INDEX evaluated_by_session ON evaluated (session_id, n)"
     ),
-    6: JOURNAL_ID,
+    6: INSERT_JOURNAL_ID,
     7: "",
     8: "",
-    9: RESULTS,
+    9: CREATE_RESULTS,
 }
 
-TABLES = (
+CREATE_TABLES = (
     """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE tasks (
@@ -188,28 +189,34 @@ CREATE TABLE evaluated (
 CREATE INDEX evaluated_by_session ON evaluated (session_id, n);
 INSERT INTO meta VALUES ('life', 0), ('pruned', 0);
 """
-    f"{JOURNAL_ID};\n{RESULTS}"
+    f"{INSERT_JOURNAL_ID};\n{CREATE_RESULTS}"
 )
-MADE = tuple(re.findall(r"CREATE TABLE (\w+)", TABLES))
-KEPT = ("life", "pruned", "journal")  # rows of `meta` that every journal has
+TABLE_NAMES = tuple(re.findall(r"CREATE TABLE (\w+)", CREATE_TABLES))
+META_ROWS = ("life", "pruned", "journal")  # rows of `meta` that every journal has
 
-# Each commit writes whole pages, first to the log. A turn is 1-16 kB: in pages of 16 kB it leaves up to half
-# of its page empty, and takes twice the disk. Rows of megabytes take longer: 14 ms more for each 12 MB.
+# Each commit writes whole pages, first to the write-ahead log. A turn is 1-16 kB: in pages of 16 kB it would
+# leave up to half of its page empty, and take twice the disk. The price of small pages is that rows of
+# megabytes take longer: 14 ms more for each 12 MB.
 PAGE_BYTES = 4096
-# the log at which a checkpoint moves its pages to the file: some 400 turns, and little beside any journal
-WAL_BYTES = 4 << 20
-WAL_KEPT_BYTES = 64 << 20  # what a burst leaves on disk after its checkpoint
-BUSY_MS = 10_000  # a reader of another program (sqlite3 on the command line) may hold the lock for a moment
+# At this size of the write-ahead log a checkpoint moves its pages to the file. It holds some 400 turns, and
+# is small beside any journal.
+WAL_CHECKPOINT_BYTES = 4 << 20
+WAL_KEPT_BYTES = 64 << 20  # largest write-ahead log that a burst leaves on disk after its checkpoint
+LOCK_TIMEOUT_MS = (
+    10_000  # another program that reads (sqlite3 on the command line) may hold the lock for a moment
+)
 
 
-def connect(path: Path, *, read_only: bool = False, damages: Damages | None = None) -> sqlite3.Connection:
-    """A connection that any one thread at a time may use. Transactions are explicit. The damaged rows that it
-    meets are noted in `damages`.
+def connect_journal(
+    path: Path, *, read_only: bool = False, damages: DamageRecorder | None = None
+) -> sqlite3.Connection:
+    """Open a connection, which one thread at a time may use. Transactions are explicit. The damaged rows that
+    it meets are noted in `damages`.
     """
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=JournalConnection)
-    db.damages = damages or Damages()
+    db.damages = damages or DamageRecorder()
     db.text_factory = partial(str, encoding="utf-8", errors="replace")
-    db.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+    db.execute(f"PRAGMA busy_timeout = {LOCK_TIMEOUT_MS}")
     if read_only:
         db.execute("PRAGMA query_only = 1")
         return db
@@ -217,32 +224,32 @@ def connect(path: Path, *, read_only: bool = False, damages: Damages | None = No
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     (page,) = db.execute("PRAGMA page_size").fetchone()  # an older journal keeps its own
-    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_BYTES // page}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_CHECKPOINT_BYTES // page}")
     db.execute(f"PRAGMA journal_size_limit = {WAL_KEPT_BYTES}")
     return db
 
 
-def prepare(path: Path, damages: Damages | None = None) -> sqlite3.Connection:
-    """Open the writer's connection to the journal at `path`, which is created or migrated, and begin a new
-    life. Raises JournalError when it cannot be used.
+def prepare_journal(path: Path, damages: DamageRecorder | None = None) -> sqlite3.Connection:
+    """Open the writer's connection to the journal at `path`, which is created or migrated, and count a new
+    run of the node in `meta.life`. Raises JournalError when the journal cannot be used.
     """
     path = Path(os.path.realpath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _insist_not_emptied(path)
+        _refuse_emptied(path)
         if not path.exists():
-            _create(path)
-        db = connect(path, damages=damages)
+            _create_journal(path)
+        db = connect_journal(path, damages=damages)
         with transaction(db):
-            _create_or_check(db, path)
+            _create_or_migrate(db, path)
             db.execute("UPDATE meta SET value = value + 1 WHERE name = 'life'")
     except (sqlite3.Error, OSError) as error:
-        raise cannot_open(path, error) from error
+        raise open_error(path, error) from error
     return db
 
 
-def cannot_open(path: Path, error: Exception) -> JournalError:
-    """Why a journal cannot be opened, with the remedy of its cause."""
+def open_error(path: Path, error: Exception) -> JournalError:
+    """The error for a journal that cannot be opened, with a remedy that fits its cause."""
     damaged = isinstance(error, sqlite3.Error) and is_corrupt(error)
     remedy = "put a copy of it back" if damaged else "make room, fix its permissions"
     return JournalError(
@@ -250,9 +257,9 @@ def cannot_open(path: Path, error: Exception) -> JournalError:
     )
 
 
-def _insist_not_emptied(path: Path) -> None:
+def _refuse_emptied(path: Path) -> None:
     """Raise JournalError where the file lost its content. SQLite would begin a new journal in it, and delete
-    the log with the last commits of the old one.
+    the write-ahead log with the last commits of the old one.
     """
     found, log = path.is_file(), path.with_name(f"{path.name}-wal")
     if found and not path.stat().st_size:
@@ -267,30 +274,31 @@ def _insist_not_emptied(path: Path) -> None:
         )
 
 
-def _create(path: Path) -> None:
-    """A new journal, which gets its name once it is whole, so that an empty file is never one of ours."""
+def _create_journal(path: Path) -> None:
+    """Create a journal. It gets its name once it is whole, so that an empty file is never a new journal."""
     new = path.with_name(f"{path.name}.new")
-    for left in (new, *path.parent.glob(f"{new.name}-*")):  # by a node that was killed here
+    for left in (new, *path.parent.glob(f"{new.name}-*")):  # files of a node that was killed at this point
         left.unlink(missing_ok=True)
-    os.close(private_opener(str(new), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))  # SQLite uses its mode
-    with closing(connect(new)) as db, transaction(db):
-        _create_or_check(db, path)
+    # SQLite gives the files beside it the mode of this one.
+    os.close(open_private(str(new), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+    with closing(connect_journal(new)) as db, transaction(db):
+        _create_or_migrate(db, path)
     new.rename(path)
 
 
-def structure_fault(path: Path) -> str | None:
-    """What SQLite's own check finds wrong with the pages of the file; None for a whole one. It reads all of
-    it, 2 GB in a second.
+def find_structure_fault(path: Path) -> str | None:
+    """What SQLite's own check finds wrong with the pages of the file; None for a whole file. The check reads
+    all of the file, 2 GB in a second.
     """
     try:
-        with closing(connect(path, read_only=True)) as db:
+        with closing(connect_journal(path, read_only=True)) as db:
             (found,) = db.execute("PRAGMA quick_check (1)").fetchone()
     except sqlite3.DatabaseError as error:
         return str(error) if is_corrupt(error) else None
     return None if found == "ok" else str(found).splitlines()[-1]  # after "*** in database main ***"
 
 
-def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
+def _create_or_migrate(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     (objects,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if version < 0 or (version == 0 and objects):  # tables and version come in one transaction
@@ -299,31 +307,32 @@ def _create_or_check(db: sqlite3.Connection, path: Path) -> None:
             " folder of its own"
         )
     if version == 0:
-        for statement in TABLES.split(";\n"):
+        for statement in CREATE_TABLES.split(";\n"):
             db.execute(statement)
-        db.execute(f"PRAGMA user_version = {VERSION}")
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return
-    for before in range(version, VERSION):
-        for statement in filter(None, STEPS[before].split(";\n")):
+    for before in range(version, SCHEMA_VERSION):
+        for statement in filter(None, MIGRATIONS[before].split(";\n")):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {before + 1}")
-    if version > VERSION:
+    if version > SCHEMA_VERSION:
         raise JournalError(
-            f"the journal {path} has version {version} and this polarnode reads up to {VERSION}: use the"
+            f"the journal {path} has version {version} and this polarnode reads up to {SCHEMA_VERSION}: use"
+            " the"
             " polarnode that wrote it"
         )
-    _insist_complete(db, path)
+    _refuse_incomplete(db, path)
 
 
-def _insist_complete(db: sqlite3.Connection, path: Path) -> None:
+def _refuse_incomplete(db: sqlite3.Connection, path: Path) -> None:
     """Raise JournalError where a table or a row of `meta` is gone. The pages of such a file are whole, so
-    SQLite's check finds nothing, and turns would be answered that it cannot keep.
+    SQLite's check finds nothing, and the node would answer turns that the journal cannot keep.
     """
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    lacking = [f"the table {name}" for name in MADE if name not in tables]
+    lacking = [f"the table {name}" for name in TABLE_NAMES if name not in tables]
     if not lacking:
         rows = {name for (name,) in db.execute("SELECT name FROM meta")}
-        lacking = [f"the row {name} of meta" for name in KEPT if name not in rows]
+        lacking = [f"the row {name} of meta" for name in META_ROWS if name not in rows]
     if lacking:
         raise JournalError(
             f"the journal {path} is damaged (it lacks {lacking[0]}): put a copy of it back, or move it away"
@@ -333,7 +342,7 @@ def _insist_complete(db: sqlite3.Connection, path: Path) -> None:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of the block or none of it; when this returns it is on disk."""
+    """Write all of the block or none of it. It is on disk when this returns."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -345,8 +354,8 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 @contextmanager
-def snapshot(db: sqlite3.Connection) -> Iterator[None]:
-    """Every read of the block sees the same commit."""
+def read_snapshot(db: sqlite3.Connection) -> Iterator[None]:
+    """Let every read of the block see the same commit."""
     db.execute("BEGIN")
     try:
         yield
@@ -356,13 +365,14 @@ def snapshot(db: sqlite3.Connection) -> Iterator[None]:
 
 # ── forks ─────────────────────────────────────────────────────────────────────
 
-# what the identity of a fork says of its parent, as JSON; null for any other, and where it is damaged
-FORKED = """CASE WHEN json_valid(CAST(identity AS TEXT))
+# An expression for what the identity of a fork says of its parent, as JSON. It is NULL for a session that is
+# no fork, and where the identity is damaged.
+FORKED_FROM_COLUMN = """CASE WHEN json_valid(CAST(identity AS TEXT))
         THEN json_extract(CAST(identity AS TEXT), '$.forked_from') END"""
 
 
-def read_fork(value: str | None) -> ForkedFrom | None:
-    """What FORKED gave; None of a damaged row, which who reads its outcome or its identity is told."""
-    with suppress(Unreadable), decoding():
+def read_forked_from(value: str | None) -> ForkedFrom | None:
+    """Decode what FORKED gave. None for a damaged row; reading its outcome or identity notes it."""
+    with suppress(Unreadable), decode_boundary():
         return None if value is None else structure(read_json(value.encode()), ForkedFrom)
     return None

@@ -16,24 +16,26 @@ from polarnode.journal.damage import Damage
 from polarnode.merge.trajectory import Identity
 
 EventKind = Literal["trajectory", "group", "task", "attempt", "reward"]
-# what a reader gets that names no kinds: attempts are no training data, later rewards replace no first one
-USUAL_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
+# The kinds that a reader gets by default. Attempts are not training data, and a later reward does not replace
+# the first one.
+DEFAULT_KINDS: Final[tuple[EventKind, ...]] = ("trajectory", "group", "task")
 
-# The table of thresholds of a node that is too full. Those named TASK_ decide whether a task is taken
-# (`rollouts.admission`); the others are the journal's last resort, for what is under way then.
-TASK_BACKLOG_BYTES: Final = 64 << 20  # in memory: four commits; more is a disk that does not keep up
+# The thresholds of a node that is too full. Those named TASK_ decide whether a task is accepted
+# (`rollouts.admission`). The others are the journal's last resort, for the sessions that run then.
+TASK_BACKLOG_BYTES: Final = 64 << 20  # in memory: four commits; with more the disk does not keep up
 BACKLOG_BYTES: Final = 512 << 20  # minutes of a full disk at 64 sessions
-# free on the journal's disk: the sessions of a full node write some hundred MB yet
+# free on the journal's disk: the sessions of a full node still write some hundred MB
 TASK_DISK_FREE_BYTES: Final = 512 << 20
 DISK_FREE_BYTES: Final = 256 << 20  # half of it, for the sessions that run when no new task is taken
-# Share of `Retention.everything` that is not acknowledged: beyond it trajectories would soon be forgotten.
-TASK_UNACKNOWLEDGED: Final = 0.95
+# The share of `RetentionLimits.everything` that may be unacknowledged: beyond it trajectories would soon be
+# pruned.
+TASK_UNACKNOWLEDGED_SHARE: Final = 0.95
 
 
 @frozen(kw_only=True)
 class TaskRecord:
-    """A task as it was submitted, and the sessions that hold its places in order of sample_index.
-    `cancelled` is when it was cancelled, if ever, in seconds since the epoch.
+    """A task as it was submitted, and the sessions that hold its places, in order of sample_index.
+    `cancelled` is when the task was cancelled, if ever, in seconds since the epoch.
     """
 
     task_id: str
@@ -43,7 +45,7 @@ class TaskRecord:
     submitted: float
     sessions: tuple[SessionRecord, ...]
     cancelled: float | None = None
-    damaged: str | None = None  # why `spec` cannot be read, and stands for another
+    damaged: str | None = None  # why `spec` cannot be read and is only a stand-in
 
     @property
     def finished(self) -> bool:
@@ -52,7 +54,7 @@ class TaskRecord:
 
 @frozen(kw_only=True)
 class TrajectoryEncoder:
-    """How a reader gets trajectories. `encode` None leaves them out.
+    """How trajectories are encoded for a reader. Where `encode` is None they are left out.
 
     Encoders of equal `name` give equal bytes, which are cached for the next reader. `encode` runs in a
     reader's thread, off the event loop.
@@ -62,12 +64,12 @@ class TrajectoryEncoder:
     encode: Callable[[Trajectory], bytes] | None = None
 
 
-KEYS_ALONE: Final = TrajectoryEncoder(name="keys alone")
-PRUNED: Final = b"null"  # in place of a trajectory that was pruned while its event was read
+KEYS_ONLY: Final = TrajectoryEncoder(name="keys alone")
+PRUNED_BODY: Final = b"null"  # the body in place of a trajectory that was pruned while its event was read
 
 
 def json_encoder(arrays: Arrays = "json", turns: Turns = "table") -> TrajectoryEncoder:
-    """Encodes trajectories as the API's own JSON."""
+    """An encoder that writes trajectories as the API's own JSON."""
     return TrajectoryEncoder(
         name=("json", arrays, turns),
         encode=lambda whole: dump_json(trajectory_json(whole, arrays=arrays, turns=turns)),
@@ -89,9 +91,9 @@ class StoredEvent:
 
     def json(self, journal: str) -> bytes:
         """What a stream of the journal sends: `{"seq", "journal", "key", kind: body}`."""
-        return self.before(journal) + self.body + b"}"
+        return self.json_prefix(journal) + self.body + b"}"
 
-    def before(self, journal: str) -> bytes:
+    def json_prefix(self, journal: str) -> bytes:
         """Its `json` up to the body."""
         key = dump_json(self.key)
         return b'{"seq":%d,"journal":"%b","key":%b,"%b":' % (
@@ -103,8 +105,8 @@ class StoredEvent:
 
 
 def unreadable_event(row: Sequence[Any], reason: str) -> StoredEvent:
-    """The event in place of one that cannot be given, with what is known of it. `row` begins with its seq,
-    kind, key, task_id, group_id and session_id.
+    """The event that takes the place of an unreadable one, with what is known of that. `row` begins with its
+    seq, kind, key, task_id, group_id and session_id.
     """
     seq, *texts = row[:6]
     kind, key, task_id, group_id, session_id = (part if isinstance(part, str) else None for part in texts)
@@ -117,37 +119,38 @@ def unreadable_event(row: Sequence[Any], reason: str) -> StoredEvent:
 
 @frozen(kw_only=True)
 class EventPage:
-    """Some events in order. `seen` is where the reader now is: the last event's seq, or further when filters
-    passed over the rest.
+    """Some events in order. `seen` is where the reader is now: the seq of the last event, or further where
+    filters left out the rest.
     """
 
     events: tuple[StoredEvent, ...]
     seen: int
-    first_seq: int  # the oldest kept, and
-    last_seq: int  # the newest, when this was read
+    first_seq: int  # the oldest event that was kept when this was read
+    last_seq: int  # the newest event then
 
     def follows(self, after: int) -> bool:
-        """Whether nothing is missing between `after` and this page; if not, the reader must get a `gap`."""
+        """Whether nothing is missing between `after` and this page. If not, the reader must get a `gap`."""
         return self.first_seq - 1 <= after <= self.last_seq
 
 
 @frozen(kw_only=True)
-class Filters:
-    """Which events a reader gets. `outcome` and `min_reward` apply to trajectories and attempts alone, and
-    let the other kinds pass.
+class EventFilters:
+    """Which events a reader gets. `outcome` and `min_reward` apply to trajectories and attempts alone; the
+    other kinds pass.
     """
 
     task_id: str | None = None
     group_id: str | None = None
     outcome: str | None = None
     min_reward: float | None = None
-    kinds: tuple[EventKind, ...] = USUAL_KINDS
+    kinds: tuple[EventKind, ...] = DEFAULT_KINDS
 
 
 @frozen(kw_only=True)
 class UnfinishedSession:
-    """A session of an earlier run of this node that never got a trajectory. `spec` is None for one without a
-    task; `cancelled`: its task was, before the node ended; `began`: it was named, and did not only wait.
+    """A session of an earlier run of this node that never got a trajectory. `spec` is None for a session
+    without a task. `cancelled` says that its task was cancelled before the node ended, and `began` that the
+    session had begun and did not only wait.
     """
 
     identity: Identity
@@ -159,28 +162,30 @@ class UnfinishedSession:
 
 
 @frozen(kw_only=True)
-class Retention:
+class RetentionLimits:
     """How much is kept, in bytes of stored data and in seconds.
 
     Events that every consumer has acknowledged are pruned, oldest first and with their turns, above
-    `acknowledged` bytes or once they had all acknowledged them `acknowledged_s` ago. A consumer that was not
-    seen for `silence_s` is no longer waited for. Above `everything` bytes the oldest events are pruned
-    whoever still needs them, and a late reader gets a `gap`.
+    `acknowledged` bytes, or when all consumers had acknowledged them `acknowledged_s` ago. The journal no
+    longer waits for a consumer that was not seen for `silence_s`. Above `everything` bytes the oldest events
+    are pruned even if somebody still needs them, and a late reader gets a `gap`.
     """
 
-    # about a million turns of 1 000 tokens: a day of a busy node, to read again after a trainer's mistake
+    # About a million turns of 1 000 tokens: a day of a busy node, which a trainer reads again after a
+    # mistake.
     acknowledged: int = 8 << 30
-    # a trainer that is away for a weekend; beyond it the node's own disk is the greater worry
+    # A trainer may be away for a weekend. Beyond this the node's own disk is the greater worry.
     everything: int = 64 << 30
     acknowledged_s: float = 72 * 3600.0  # a mistake that is seen on Monday is read again from Friday
-    # a week: longer than any pause of a run that goes on, and disks are not held for runs that do not
+    # A week is longer than any pause of a run that goes on, and no disk is kept full for a run that has
+    # ended.
     silence_s: float = 168 * 3600.0
 
 
 @frozen(kw_only=True)
 class ConsumerPosition:
-    """How far a consumer has acknowledged; when that moved and when the consumer was last seen, in seconds
-    since the epoch.
+    """How far a consumer has acknowledged events, when that position moved, and when the consumer was last
+    seen. The times are in seconds since the epoch.
     """
 
     seq: int
@@ -190,41 +195,41 @@ class ConsumerPosition:
 
 @frozen(kw_only=True)
 class AwaitedConsumers:
-    """The consumers that the journal waits for: those seen after `since` (all of them where the node itself
-    started later), and those `present`, which read now.
+    """The consumers that the journal waits for: those that were seen after `since` (all of them where the
+    node itself started later), and those in `present`, which have a stream open now.
     """
 
     since: float
-    present: Collection[str]
+    connected: Collection[str]
 
-    def holds(self, name: str, position: ConsumerPosition) -> bool:
-        """Whether events that the consumer has not acknowledged are kept for it."""
-        return name in self.present or position.last_seen > self.since
+    def awaits(self, name: str, position: ConsumerPosition) -> bool:
+        """Whether the journal keeps the events that this consumer has not acknowledged."""
+        return name in self.connected or position.last_seen > self.since
 
 
 @frozen(kw_only=True)
-class Progress:
+class JournalProgress:
     """The journal's state after a commit of the writer."""
 
-    entries: int = 0  # written since the journal was opened
+    entries: int = 0  # those written since the journal was opened
     last_seq: int = 0
     first_seq: int = 1  # the oldest event kept
     stored_bytes: int = 0
-    free_bytes: int = 0  # of the file, to be written again before it grows
+    free_bytes: int = 0  # free pages of the file, which are reused before it grows
     disk_free: int = 0
     consumers: Mapping[str, ConsumerPosition] = field(factory=dict)
-    acknowledged_seq: int = 0  # by all consumers that are waited for
-    oldest_unacknowledged: float | None = None  # when it came, in seconds since the epoch
+    acknowledged_seq: int = 0  # the last event that all consumers which are waited for have acknowledged
+    oldest_unacknowledged: float | None = None  # when the event after it came, in seconds since the epoch
 
-    def about_bytes(self, events: int) -> int:
-        """About how many bytes so many events take: their share of all that is stored, because the size of a
-        single session is not recorded.
+    def estimate_bytes(self, events: int) -> int:
+        """Estimate how many bytes so many events take, as their share of all that is stored, because the size
+        of a single session is not recorded.
         """
         kept = self.last_seq - self.first_seq + 1
         return self.stored_bytes * min(events, kept) // kept if kept > 0 else 0
 
-    def behind(self, seq: int) -> int:
-        """Events kept after `seq`."""
+    def events_after(self, seq: int) -> int:
+        """The number of events that are kept after `seq`."""
         return self.last_seq - max(seq, self.first_seq - 1)
 
 
@@ -264,7 +269,7 @@ class JournalStatistics:
 
 
 def check_consumer(name: str) -> str:
-    """A consumer's name, or Refused."""
+    """Return a consumer's name if it is valid. Raises Refused otherwise."""
     if not 0 < len(name) <= 128 or not name.isprintable():
         raise Refused("consumer must be a name of 1 to 128 printable characters", path="$.consumer")
     return name

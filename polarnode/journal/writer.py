@@ -1,9 +1,10 @@
-"""The journal's one writing thread: takes all that is queued, commits it together, and reports progress.
+"""The journal's one writing thread. It takes all that is queued, commits it together, and reports progress.
 
-`put` never waits and never fails, because the event loop calls it as the last act of a session. An entry is
-dropped only when its commit is on disk, or when it alone can never be written (a damaged page or a bug,
-logged and counted). From then on `damage` says so, because what comes next may be lost too. A full disk is
-waited out with the backlog in memory. The thread ends after `stop`, when the backlog is written or cannot be.
+`put` never waits and never fails, because the event loop calls it as the last act of a session. An entry
+leaves memory only when its commit is on disk, or when it alone can never be written because of a damaged page
+or a bug. Such an entry is logged and counted, and from then on `damage` says so, because what comes next may
+be lost too. While the disk is full the backlog waits in memory. After `stop` the thread ends when the backlog
+is written or cannot be.
 """
 
 import logging
@@ -18,34 +19,34 @@ from pathlib import Path
 from attrs import define, evolve, field
 
 from polarnode.journal.damage import is_corrupt
-from polarnode.journal.disk import refusal
-from polarnode.journal.entries import Entry
+from polarnode.journal.disk import probe_disk
+from polarnode.journal.entries import JournalEntry
 from polarnode.journal.retention import (
-    Moment,
+    PruneInputs,
     acknowledged_seq,
-    came_at,
+    event_time,
     page_bytes,
-    positions,
     prune,
+    read_positions,
 )
 from polarnode.journal.schema import transaction
-from polarnode.journal.values import AwaitedConsumers, Progress, Retention
+from polarnode.journal.values import AwaitedConsumers, JournalProgress, RetentionLimits
 
 logger = logging.getLogger(__name__)
 
-# a commit of this size takes about 0.1 s; beyond it the wait of the first entry grows and nothing is won
-BATCH_BYTES = 16 << 20
-# seconds that a turn may wait for others to be committed with: a commit costs the node some 0.3 ms whatever
-# is in it, and no harness sees that its answer is on disk so much later
+# A commit of this size takes about 0.1 s. A larger one would only make its first entry wait longer.
+MAX_BATCH_BYTES = 16 << 20
+# Seconds that a turn may wait for others to be committed with it. A commit costs the node some 0.3 ms
+# whatever is in it, and no harness notices that its answer is on disk this much later.
 GATHER_S = 0.02
-LOOK_S = 600.0  # between looks at what has become old while nothing is written: retention is in hours
-# free on the disk below which events kept only to be read again are pruned: four times the space at which
-# tasks are refused
-SHORT_BYTES = 1 << 30
-RETRY_S = 1.0  # between attempts while the disk is full: someone is deleting files, not racing us
-# Errors of the statement or of the page that it meets, not of the disk: trying again fails again. An error
-# without a code comes from Python's binding of values.
-HOPELESS = {
+PRUNE_INTERVAL_S = 600.0  # between prunings while nothing is written: the limits of retention are in hours
+# With less free on the disk, events that are kept only to be read again are pruned. It is four times the
+# space at which tasks are refused.
+PRUNE_DISK_FREE_BYTES = 1 << 30
+RETRY_S = 1.0  # between attempts while the disk is full, until somebody has deleted files
+# Errors of the statement or of the page that it meets, not of the disk: another attempt would fail again. An
+# error without a code comes from Python's binding of values.
+PERMANENT_ERRORS = {
     sqlite3.SQLITE_CORRUPT,
     sqlite3.SQLITE_ERROR,
     sqlite3.SQLITE_CONSTRAINT,
@@ -57,39 +58,39 @@ HOPELESS = {
 
 
 @define(eq=False)
-class Writer:
+class JournalWriter:
     """Owns the writing connection and the backlog. `on_progress` is called in the writer's thread after every
     commit.
     """
 
     path: Path
     db: sqlite3.Connection
-    retention: Retention
-    on_progress: Callable[[Progress], None]
-    now: Callable[[], float]  # called in its thread too
-    present: frozenset[str] = frozenset()  # consumers with a stream open; replaced, never changed
+    retention: RetentionLimits
+    on_progress: Callable[[JournalProgress], None]
+    now: Callable[[], float]  # called in the writer's thread too
+    connected_consumers: frozenset[str] = frozenset()  # consumers with a stream open; replaced, never changed
     warning: str | None = None
     dropped: int = 0
-    found: str | None = None  # what SQLite's check found wrong with the file when it was opened
-    put_entries: int = 0
+    file_fault: str | None = None  # what SQLite's check found wrong with the file when it was opened
+    enqueued_entries: int = 0
     backlog_bytes: int = 0
-    _done_entries: int = 0
-    _backlog: deque[Entry] = field(factory=deque)
+    _written_entries: int = 0
+    _backlog: deque[JournalEntry] = field(factory=deque)
     _stopping: bool = False
-    _hurried: bool = False  # what is queued is committed at once
-    _changed: threading.Condition = field(factory=threading.Condition)
+    _commit_now: bool = False  # what is queued is to be committed at once
+    _condition: threading.Condition = field(factory=threading.Condition)
     _thread: threading.Thread | None = None
-    _last: Progress = field(factory=Progress)
-    _opened: float = 0.0
-    _pruning: bool = False  # the last commit dropped something, and there may be more
+    _last_progress: JournalProgress = field(factory=JournalProgress)
+    _opened_at: float = 0.0
+    _more_to_prune: bool = False  # the last commit pruned something, and there may be more to prune
 
     @property
     def damage(self) -> str | None:
-        """Why nothing new may be taken, until the journal is another one."""
+        """Why no new work may be taken until the journal is replaced; None for a whole journal."""
         if self.dropped:
             what = f"{self.dropped} entries could not be written to the journal {self.path}, as node.log says"
-        elif self.found is not None:
-            what = f"the journal {self.path} is damaged ({self.found})"
+        elif self.file_fault is not None:
+            what = f"the journal {self.path} is damaged ({self.file_fault})"
         else:
             return None
         return (
@@ -99,81 +100,87 @@ class Writer:
 
     @property
     def backlog_entries(self) -> int:
-        return self.put_entries - self._done_entries
+        return self.enqueued_entries - self._written_entries
 
-    def start(self) -> Progress:
-        """Start the thread. Gives what the journal holds now."""
-        # a disk that hangs must not keep the process
+    def start(self) -> JournalProgress:
+        """Start the thread. Returns what the journal holds now."""
+        # The thread is a daemon, so that a disk that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="journal writer", daemon=True)
-        self._opened = self.now()
-        self._last = self._progress()
+        self._opened_at = self.now()
+        self._last_progress = self._read_progress()
         self._thread.start()
-        return self._last
+        return self._last_progress
 
-    def put(self, entry: Entry, *, gather: bool = False) -> int:
-        """Queue an entry; returns its number. Order is kept. With `gather` it may wait for GATHER_S."""
-        with self._changed:
+    def enqueue(self, entry: JournalEntry, *, gather: bool = False) -> int:
+        """Queue an entry and return its number. Order is kept. With `gather` the entry may wait for
+        GATHER_S.
+        """
+        with self._condition:
             self._backlog.append(entry)
-            self.put_entries += 1
+            self.enqueued_entries += 1
             self.backlog_bytes += entry.size
-            self._hurried = self._hurried or not gather
-            if self._hurried or len(self._backlog) == 1:
-                self._changed.notify()
-            return self.put_entries
+            self._commit_now = self._commit_now or not gather
+            if self._commit_now or len(self._backlog) == 1:
+                self._condition.notify()
+            return self.enqueued_entries
 
-    def hurry(self) -> None:
-        """Somebody waits for what is queued."""
-        with self._changed:
-            self._hurried = True
-            self._changed.notify()
+    def commit_soon(self) -> None:
+        """Commit what is queued at once, because somebody waits for it."""
+        with self._condition:
+            self._commit_now = True
+            self._condition.notify()
 
     def stop(self) -> None:
-        """Write what is queued and end; while the disk refuses, one more attempt is made and the rest given
-        up.
+        """Write what is queued and end. While the disk refuses, one more attempt is made and the rest is
+        given up.
         """
-        with self._changed:
+        with self._condition:
             self._stopping = True
-            self._changed.notify()
+            self._condition.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread, in a thread of the caller's."""
+        """Wait for the thread to end. This blocks, so it is called in a thread."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def waiting(self) -> AwaitedConsumers:
+    def awaited_consumers(self) -> AwaitedConsumers:
         """The consumers that the journal waits for now."""
         since = self.now() - self.retention.silence_s
-        return AwaitedConsumers(since=since if self._opened <= since else -inf, present=self.present)
+        return AwaitedConsumers(
+            since=since if self._opened_at <= since else -inf, connected=self.connected_consumers
+        )
 
     # ── the thread ────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
-            while (batch := self._take()) is not None:
-                self._write_until_done(batch)
-                del batch  # it holds up to BATCH_BYTES, and the next one may come in minutes
+            while (batch := self._take_batch()) is not None:
+                self._write_with_retries(batch)
+                del batch  # a batch holds up to MAX_BATCH_BYTES, and the next one may come in minutes
         finally:
             self.db.close()
 
-    def _take(self) -> Sequence[Entry] | None:
-        """The next batch, waited for; an empty one when it is time to prune, None when it is time to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._backlog or self._stopping, 0 if self._pruning else LOOK_S)
+    def _take_batch(self) -> Sequence[JournalEntry] | None:
+        """Wait for the next batch. It is empty when it is time to prune, and None when it is time to end."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._backlog or self._stopping, 0 if self._more_to_prune else PRUNE_INTERVAL_S
+            )
             if self._stopping and not self._backlog:
                 return None
             if self._backlog:
-                self._changed.wait_for(lambda: self._hurried or self._stopping, GATHER_S)
-            self._hurried = False
-            batch: list[Entry] = []
+                self._condition.wait_for(lambda: self._commit_now or self._stopping, GATHER_S)
+            self._commit_now = False
+            batch: list[JournalEntry] = []
             size = 0
-            while self._backlog and size < BATCH_BYTES:
+            while self._backlog and size < MAX_BATCH_BYTES:
                 batch.append(self._backlog.popleft())
                 size += batch[-1].size
             return batch
 
-    def _write_until_done(self, batch: Sequence[Entry]) -> None:
-        while not self._written(batch):
-            with self._changed:
+    def _write_with_retries(self, batch: Sequence[JournalEntry]) -> None:
+        while not self._write_batch(batch):
+            with self._condition:
                 if self._stopping:
                     logger.error(
                         "the journal is closed with %s entries unwritten: %s",
@@ -182,33 +189,33 @@ class Writer:
                     )
                     self._backlog.clear()
                     return
-                self._changed.wait(RETRY_S)
-        with self._changed:
-            self._done_entries += len(batch)
+                self._condition.wait(RETRY_S)
+        with self._condition:
+            self._written_entries += len(batch)
             self.backlog_bytes -= sum(entry.size for entry in batch)
         self.warning = None
-        self._report()
+        self._report_progress()
 
-    def _written(self, batch: Sequence[Entry]) -> bool:
-        """Commit the batch. False when the disk refuses; an entry that can never be written is dropped from
-        it.
+    def _write_batch(self, batch: Sequence[JournalEntry]) -> bool:
+        """Commit the batch. Returns False when the disk refuses. An entry that can never be written is
+        dropped from it.
         """
         try:
             self._commit(batch)
         except sqlite3.Error as error:
-            # the low byte is the class of the error
-            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in HOPELESS:
-                return self._written_one_by_one(batch)
-            why = refusal(self.path.parent) or "make room on its disk"
+            # The low byte of the code is the class of the error.
+            if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF in PERMANENT_ERRORS:
+                return self._write_one_by_one(batch)
+            why = probe_disk(self.path.parent) or "make room on its disk"
             self.warning = f"the journal cannot be written ({error}): {why}"
             return False
-        except Exception:  # an entry's own bug must not stop the journal of all others
-            return self._written_one_by_one(batch)
+        except Exception:  # a bug of one entry must not stop the others
+            return self._write_one_by_one(batch)
         return True
 
-    def _written_one_by_one(self, batch: Sequence[Entry]) -> bool:
+    def _write_one_by_one(self, batch: Sequence[JournalEntry]) -> bool:
         if len(batch) > 1:
-            return all(self._written([entry]) for entry in batch)
+            return all(self._write_batch([entry]) for entry in batch)
         logger.exception(
             "the journal drops an entry that it cannot write: its file is damaged (run polarnode check), or"
             " this is a bug of polarnode"
@@ -216,19 +223,19 @@ class Writer:
         self.dropped += 1
         return True
 
-    def _commit(self, batch: Sequence[Entry]) -> None:
+    def _commit(self, batch: Sequence[JournalEntry]) -> None:
         with transaction(self.db):
             for entry in batch:
                 entry.apply(self.db)
-            self._pruning = self._pruned(len(batch))
+            self._more_to_prune = self._prune_some(len(batch))
 
-    def _pruned(self, came: int) -> bool:
-        """Prune within the commit. What cannot be deleted because its page is damaged stays; the entries are
-        written all the same.
+    def _prune_some(self, came: int) -> bool:
+        """Prune within the commit. Rows on a damaged page cannot be deleted and stay; the entries are written
+        all the same.
         """
         self.db.execute("SAVEPOINT prune")
         try:
-            found = prune(self.db, self.retention, self._moment(came))
+            found = prune(self.db, self.retention, self._prune_inputs(came))
         except sqlite3.DatabaseError as error:
             if not is_corrupt(error):
                 raise
@@ -236,36 +243,39 @@ class Writer:
             logger.error(
                 "the journal cannot prune, because its file is damaged: run polarnode check (%s)", error
             )
-            self.found = self.found or str(error)
+            self.file_fault = self.file_fault or str(error)
             found = False
         self.db.execute("RELEASE prune")
         return found
 
-    def _moment(self, came: int) -> Moment:
-        """Within the commit: an acknowledgement in it counts."""
-        acknowledged, last = acknowledged_seq(positions(self.db), self.waiting()), self._last
-        short = last.disk_free + last.free_bytes < SHORT_BYTES
-        return Moment(now=self.now(), acknowledged=acknowledged, short=short, came=came)
+    def _prune_inputs(self, came: int) -> PruneInputs:
+        """The inputs of pruning. They are read within the commit, so an acknowledgement in it counts."""
+        acknowledged, last = (
+            acknowledged_seq(read_positions(self.db), self.awaited_consumers()),
+            self._last_progress,
+        )
+        short = last.disk_free + last.free_bytes < PRUNE_DISK_FREE_BYTES
+        return PruneInputs(now=self.now(), acknowledged=acknowledged, disk_short=short, new_entries=came)
 
-    def _report(self) -> None:
+    def _report_progress(self) -> None:
         try:
-            self._last = self._progress()
+            self._last_progress = self._read_progress()
         except (sqlite3.Error, OSError) as error:
-            # the entries are on disk all the same, and someone may wait for them
+            # The entries are on disk all the same, and somebody may wait for them.
             self.warning = f"the journal cannot be measured ({error}): look at its disk"
             if isinstance(error, sqlite3.Error) and is_corrupt(error):
-                self.found = self.found or str(error)
-            self._last = evolve(self._last, entries=self._done_entries)
-        self.on_progress(self._last)
+                self.file_fault = self.file_fault or str(error)
+            self._last_progress = evolve(self._last_progress, entries=self._written_entries)
+        self.on_progress(self._last_progress)
 
-    def _progress(self) -> Progress:
+    def _read_progress(self) -> JournalProgress:
         last = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
         (pruned,) = self.db.execute("SELECT value FROM meta WHERE name = 'pruned'").fetchone()
-        consumers = positions(self.db)
-        acknowledged = acknowledged_seq(consumers, self.waiting())
+        consumers = read_positions(self.db)
+        acknowledged = acknowledged_seq(consumers, self.awaited_consumers())
         stored, free = page_bytes(self.db)
-        return Progress(
-            entries=self._done_entries,
+        return JournalProgress(
+            entries=self._written_entries,
             last_seq=last[0] if last else 0,
             first_seq=pruned + 1,
             stored_bytes=stored,
@@ -273,5 +283,5 @@ class Writer:
             disk_free=shutil.disk_usage(self.path.parent).free,
             consumers=consumers,
             acknowledged_seq=acknowledged,
-            oldest_unacknowledged=came_at(self.db, acknowledged + 1),
+            oldest_unacknowledged=event_time(self.db, acknowledged + 1),
         )

@@ -2,8 +2,8 @@
 
 `attach` reads the messages once, left to right. The key of a path decides. References only choose between
 turns with the same key, and prove that a changed message was an answer of this node. `Plan` is what was
-decided for one request. `regrouped` first joins the calls of one answer that a harness shows as several
-messages.
+decided for one request. `join_answer_calls` first joins the calls of one answer that a harness shows as
+several messages.
 
 Invariant: a match means that every client message before it is, verbatim, what that turn was conditioned on.
 Messages are joined only if their ids prove that they belong to one turn, in its order. Document each new
@@ -30,16 +30,16 @@ from polarnode.core.conversation import Answer, Conversation, Message, ModelRequ
 from polarnode.core.trajectory import Turn, TurnKind, TurnRole
 from polarnode.merge import figures
 from polarnode.merge.fingerprint import (
-    NONE,
-    Memo,
+    NO_KEY,
+    FingerprintCache,
     Path,
-    Trail,
+    RequestTrail,
     advance,
     label,
     root_key,
     same_text,
+    strip_ending,
     thinking_letter,
-    without_end,
 )
 from polarnode.merge.ledger import Ledger
 
@@ -49,7 +49,7 @@ _INDEX_DIGITS: Final = 6  # 16 million turns a session
 # 40 bits: a model that guesses once a turn never hits, and an id stays within 40 characters
 _SIGNATURE_DIGITS: Final = 10
 _REF_DIGITS: Final = _INDEX_DIGITS + _SIGNATURE_DIGITS
-PLACE_DIGITS: Final = 2  # the digits at the end of a call id, which number the call within its turn
+CALL_NUMBER_DIGITS: Final = 2  # the digits at the end of a call id, which number the call within its turn
 # Ids of this node have 40 characters at most. Longer opaque fields (the signatures of real vendors) come from
 # elsewhere, and their beginning is enough to tell.
 _LONGEST: Final = 96
@@ -59,7 +59,7 @@ _HEX_RUN: Final = re.compile(rf"[0-9a-f]{{{_REF_DIGITS},}}")
 
 
 @frozen(kw_only=True)
-class Located:
+class ProvenReference:
     """A proven reference: the index of its turn, and the digits that follow the reference (the number of a
     call; empty in a signature).
     """
@@ -106,49 +106,49 @@ class References:
         """Accept the reference in the id of a tool call that the turn of this index made in another session.
         A fork answers with its parent's ids, and harnesses may write them down.
         """
-        made = call_id[-_REF_DIGITS - PLACE_DIGITS : -PLACE_DIGITS]
+        made = call_id[-_REF_DIGITS - CALL_NUMBER_DIGITS : -CALL_NUMBER_DIGITS]
         if _HEX_RUN.fullmatch(made) and int(made[:_INDEX_DIGITS], 16) == index:
             self._made[made], self._refs[index] = index, made
 
     def call_id(self, index: int, k: int, prefix: str = "call_") -> str:
         """The id of the turn's k-th tool call, [A-Za-z0-9_], 40 characters at most."""
-        return f"{prefix}{self.ref(index)}{k:0{PLACE_DIGITS}x}"
+        return f"{prefix}{self.ref(index)}{k:0{CALL_NUMBER_DIGITS}x}"
 
     def signature(self, index: int) -> str:
         """What stands in for the signature of a thinking block: base64, never empty, the same every time."""
         return b64encode(self.ref(index).encode()).decode()
 
-    def locate(self, opaque: str) -> Located | None:
+    def locate(self, opaque: str) -> ProvenReference | None:
         """The reference hidden in an opaque field, in any spelling that harnesses return. None if there is
         none or it is forged.
         """
-        for spelling in _spellings(opaque[:_LONGEST]):
+        for spelling in _opaque_spellings(opaque[:_LONGEST]):
             for run in _HEX_RUN.findall(spelling):
-                found = self._in_run(run)
+                found = self._find_in_run(run)
                 if found is not None:
                     return found
         return None
 
-    def prove(self, opaque: str) -> int | None:
+    def find_turn(self, opaque: str) -> int | None:
         """The index of the turn that an opaque field names, proven by the reference's signature."""
         located = self.locate(opaque)
         return None if located is None else located.index
 
-    def find_refs(self, opaques: Iterable[str]) -> frozenset[int]:
+    def find_turns(self, opaques: Iterable[str]) -> frozenset[int]:
         """The indexes of all turns that these opaque fields prove."""
-        return frozenset(index for index in map(self.prove, opaques) if index is not None)
+        return frozenset(index for index in map(self.find_turn, opaques) if index is not None)
 
-    def _in_run(self, run: str) -> Located | None:
+    def _find_in_run(self, run: str) -> ProvenReference | None:
         # A prefix may end in hex letters once its separator is removed (`fc_`), so every place of the run is
         # tried.
         for start in range(len(run) - _REF_DIGITS + 1):
             index = self._made.get(run[start : start + _REF_DIGITS])
             if index is not None:
-                return Located(index=index, rest=run[start + _REF_DIGITS :])
+                return ProvenReference(index=index, rest=run[start + _REF_DIGITS :])
         return None
 
 
-def _spellings(opaque: str) -> Iterable[str]:
+def _opaque_spellings(opaque: str) -> Iterable[str]:
     """The field without separators, and its decoded text if it is the base64 of a reference."""
     bare = _SEPARATORS.sub("", opaque)
     yield bare.lower()
@@ -164,7 +164,7 @@ def _spellings(opaque: str) -> Iterable[str]:
 # again. The later turn holds the whole answer.
 RESUMED: Final = figures.RESUMED
 # The reason of the further turns of a call whose client requested several answers.
-CHOICE: Final = "choice"
+EXTRA_CHOICE: Final = "choice"
 # The reason of a turn that begins a row although it could extend one, because its task uses the thinking
 # policy `template` and the template leaves out earlier thinking.
 THINKING_TEMPLATE: Final = "thinking_template"
@@ -203,7 +203,7 @@ class Plan:
         return advance(Path.read(self.before_key).key, answer.as_message(prefill=self.prefill))
 
 
-def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
+def choice_plan(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
     """A plan for one more sample of the same prompt. It is a sibling, not a retry."""
     kind: TurnKind = "root" if plan.parent is None else "branch"
     return evolve(
@@ -211,7 +211,7 @@ def another(plan: Plan, *, index: int, lineage: int, number: int) -> Plan:
         index=index,
         lineage=lineage,
         kind=kind,
-        reason=CHOICE,
+        reason=EXTRA_CHOICE,
         request_key=plan.request_key and f"{plan.request_key}.{number}",
     )
 
@@ -239,7 +239,7 @@ def resumed(turn: Turn, *, index: int, total: int) -> Plan:
 # ── calls shown as several messages ───────────────────────────────────────────────────────────────
 
 
-def regrouped(request: ModelRequest, references: References) -> ModelRequest:
+def join_answer_calls(request: ModelRequest, references: References) -> ModelRequest:
     """The request with each answer's calls in one message, or the request itself if there is nothing to join.
     O(messages).
     """
@@ -262,7 +262,7 @@ def regrouped(request: ModelRequest, references: References) -> ModelRequest:
     if not joined:
         return request
     regroup_notes = tuple(
-        f"{figures.REGROUPED}: the calls of turn {turn} came in {count} messages and are one here"
+        f"{figures.REGROUPED_NOTE}: the calls of turn {turn} came in {count} messages and are one here"
         for turn, count in joined.items()
     )
     return evolve(
@@ -278,7 +278,9 @@ def _alike(first: Message, second: Message) -> bool:
     """
     if not (second.calls and first.calls and second.role == "assistant"):
         return False
-    return first.calls[-1].id[:-PLACE_DIGITS] == second.calls[0].id[:-PLACE_DIGITS] and second.text in (
+    return first.calls[-1].id[:-CALL_NUMBER_DIGITS] == second.calls[0].id[
+        :-CALL_NUMBER_DIGITS
+    ] and second.text in (
         "",
         first.text,
     )
@@ -300,7 +302,7 @@ def _turn(first: Message, second: Message, references: References) -> int | None
 
 
 @frozen(kw_only=True)
-class Attached:
+class Attachment:
     """What a request extends: the turn (None for a root), and how many of the request's messages that turn's
     path holds. `path` is the path of the whole request.
 
@@ -329,13 +331,13 @@ class _Pass:
     """The state of one pass over a request's messages. `keys` has one entry more than the messages read.
     `best` is the number of messages that the path of some turn holds.
 
-    `ours` and `odd` are those of a `Trail`: the places after assistant messages that are exactly an answer of
-    this session, and those after all other assistant messages.
+    `ours` and `odd` are those of a `RequestTrail`: the places after assistant messages that are exactly an
+    answer of this session, and those after all other assistant messages.
     """
 
     ledger: Ledger
     references: References
-    memo: Memo
+    memo: FingerprintCache
     messages: tuple[Message, ...]
     keys: list[str]
     best: int = 0
@@ -352,7 +354,7 @@ class _Pass:
     # the last turn after `best` whose answer is here without the user message that it answered
     follows: int | None = None
 
-    def recall(self, trail: Trail, length: int) -> int:
+    def recall(self, trail: RequestTrail, length: int) -> int:
         """Reuse the results of an earlier pass for the messages with which both requests begin, and return
         their number. Answers are only ever added, so a message that was an answer of this session remains
         one. All other assistant messages are looked up again, and reuse ends at the first that has another
@@ -362,7 +364,7 @@ class _Pass:
         for place in trail.odd:
             if place > length:
                 break
-            self._reach(trail.last_ours(place))
+            self._extend_match(trail.last_exact_place(place))
             before, key, message = self.keys[place - 1], self.keys[place], self.messages[place - 1]
             found = self._ours(
                 place - 1, message, before, advance(before, message, canonical=self.memo.canonical)
@@ -373,10 +375,10 @@ class _Pass:
                 break
         ours = trail.ours[: bisect_right(trail.ours, length)]
         self.ours = sorted([*ours, *self.ours]) if self.ours else list(ours)
-        self._reach(trail.last_ours(length))
+        self._extend_match(trail.last_exact_place(length))
         return length
 
-    def _reach(self, place: int) -> None:
+    def _extend_match(self, place: int) -> None:
         if place > self.best:
             self.best, self.stray, self.follows = place, None, None
 
@@ -388,14 +390,14 @@ class _Pass:
         self.keys.append(key)
 
     def _ours(self, position: int, message: Message, before: str, key: str) -> str:
-        if self.ledger.answered_with(key):
+        if self.ledger.find_by_answer(key):
             self.ours.append(position + 1)
-            self._reach(position + 1)
+            self._extend_match(position + 1)
             return key
         self.odd.append(position + 1)
-        known = self._stopped(position, message, before) or self._excused(position, message, before)
+        known = self._stopped(position, message, before) or self._edited_answer_key(position, message, before)
         if known is not None:
-            self._reach(position + 1)
+            self._extend_match(position + 1)
             return known
         self.stray = self.stray or (position, before)
         self._follow(position, message, before)
@@ -405,9 +407,9 @@ class _Pass:
         """The key of the turn whose answer this is, together with the stop string at which it ended. The
         model sampled the stop string too; only the answer to the client lacks it.
         """
-        for stop, shown in self.ledger.without_stops(before, message):
+        for stop, shown in self.ledger.strip_stops(before, message):
             key = advance(before, shown, canonical=self.memo.canonical)
-            if self.ledger.stopped_with(key, stop):
+            if self.ledger.find_by_stop(key, stop):
                 self.stops[position + 1] = stop
                 return key
         return None
@@ -417,40 +419,40 @@ class _Pass:
         after_user = position > 0 and self.messages[position - 1].role == "user"
         places = [before, self.keys[position - 1]] if after_user else [before]
         found = (
-            self.ledger.unprompted_with(advance(place, shown, canonical=self.memo.canonical))
+            self.ledger.find_unprompted(advance(place, shown, canonical=self.memo.canonical))
             for place in places
-            for shown in [message, *(shown for _, shown in self.ledger.without_stops(place, message))]
+            for shown in [message, *(shown for _, shown in self.ledger.strip_stops(place, message))]
         )
         self.follows = next((turn for turn in found if turn is not None), self.follows)
 
-    def _excused(self, position: int, message: Message, before: str) -> str | None:
+    def _edited_answer_key(self, position: int, message: Message, before: str) -> str | None:
         """The key of the turn from which a changed message provably comes: it has the same call ids in the
         same order, and its text is equal or was dropped.
         """
-        candidates = self.ledger.answers_to(before)
-        proven = self.references.find_refs(opaques(message)) if candidates else frozenset()
+        candidates = self.ledger.find_by_prompt(before)
+        proven = self.references.find_turns(opaques(message)) if candidates else frozenset()
         for index in candidates:
             turn = self.ledger.turns[index]
-            if index in proven and excusable(self.references, turn, message):
+            if index in proven and is_edited_answer(self.references, turn, message):
                 ours = turn.message or Message(role="assistant")
-                self.edits.append(_edit(position, index, ours, message))
+                self.edits.append(_edit_note(position, index, ours, message))
                 return turn.message_key
         return None
 
 
 def attach(
-    conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: Memo
-) -> Attached:
+    conversation: Conversation, agent: str, *, ledger: Ledger, references: References, memo: FingerprintCache
+) -> Attachment:
     """Find the turn that a request extends. O(bytes of the request)."""
     tools, thinking = memo.tools_key(conversation.tools), thinking_letter(conversation)
     walk = _walk(root_key(tools, thinking), _Pass(ledger, references, memo, conversation.messages, []))
     path = _path(conversation, walk.keys, agent=label(agent), tools=tools[:8], thinking=thinking)
-    notes = [*walk.edits, *_diverged(walk), *_strayed(walk, conversation)]
+    notes = [*walk.edits, *_divergence_notes(walk), *_stray_notes(walk, conversation)]
     parent = None
     if walk.best:
         parent, doubt = _choose(walk, conversation.messages[: walk.best])
         notes += doubt
-    return Attached(
+    return Attachment(
         path=path, parent=parent, follows=walk.follows, matched=walk.best, notes=tuple(notes), keys=walk.keys
     )
 
@@ -466,7 +468,9 @@ def _walk(root: str, walk: _Pass) -> _Pass:
     recalled = walk.recall(trail, length) if trail is not None else 0
     for position in range(recalled, len(walk.messages)):
         walk.read(position)
-    walk.memo.trails.keep(Trail(root=root, numbers=numbers, keys=walk.keys, ours=walk.ours, odd=walk.odd))
+    walk.memo.trails.keep(
+        RequestTrail(root=root, numbers=numbers, keys=walk.keys, ours=walk.ours, odd=walk.odd)
+    )
     return walk
 
 
@@ -478,7 +482,7 @@ def _path(conversation: Conversation, keys: list[str], *, agent: str, tools: str
     opening = next(
         (place for place, message in enumerate(messages) if message.role == "assistant"), len(messages)
     )
-    bare = keys[-2] if messages and messages[-1].role == "user" else NONE
+    bare = keys[-2] if messages and messages[-1].role == "user" else NO_KEY
     return Path(
         agent=agent,
         tools=tools,
@@ -496,11 +500,11 @@ def _choose(walk: _Pass, messages: tuple[Message, ...]) -> tuple[int, list[str]]
     ones.
     """
     key, stop = walk.keys[walk.best], walk.stops.get(walk.best)
-    twins = walk.ledger.answered_with(key) if stop is None else walk.ledger.stopped_with(key, stop)
+    twins = walk.ledger.find_by_answer(key) if stop is None else walk.ledger.find_by_stop(key, stop)
     if len(twins) == 1:
         return twins[0], []
-    proven = walk.references.find_refs(opaque for message in messages for opaque in opaques(message))
-    scores = {index: sum(step in proven for step in walk.ledger.ancestry(index)) for index in twins}
+    proven = walk.references.find_turns(opaque for message in messages for opaque in opaques(message))
+    scores = {index: sum(step in proven for step in walk.ledger.walk_ancestors(index)) for index in twins}
     most = max(scores.values())
     tied = sorted(index for index, score in scores.items() if score == most)
     doubt = (
@@ -520,15 +524,15 @@ def opaques(message: Message) -> Iterator[str]:
         yield message.call_id
 
 
-def excusable(references: References, turn: Turn, echoed: Message) -> bool:
+def is_edited_answer(references: References, turn: Turn, echoed: Message) -> bool:
     """Whether an echoed message is a changed answer of this turn: the same call ids in the same order, and
     the text equal or dropped, with or without the stop string at which it ended.
     """
     answer, ours = turn.answer, turn.message
     if answer is None or ours is None:
         return False
-    recorded, shown = _located(references, ours), _located(references, echoed)
-    texts = (echoed.text, without_end(echoed.text, answer.stop_string or ""))
+    recorded, shown = _call_references(references, ours), _call_references(references, echoed)
+    texts = (echoed.text, strip_ending(echoed.text, answer.stop_string or ""))
     return (
         None not in recorded
         and recorded == shown
@@ -536,18 +540,18 @@ def excusable(references: References, turn: Turn, echoed: Message) -> bool:
     )
 
 
-def _located(references: References, message: Message) -> list[Located | None]:
+def _call_references(references: References, message: Message) -> list[ProvenReference | None]:
     return [references.locate(call.id) for call in message.calls]
 
 
-def _edit(position: int, index: int, ours: Message, echoed: Message) -> str:
+def _edit_note(position: int, index: int, ours: Message, echoed: Message) -> str:
     return (
-        f"{figures.EDITED}: message {position} differs from turn {index}'s answer in"
+        f"{figures.EDITED_NOTE}: message {position} differs from turn {index}'s answer in"
         f" {_difference(ours, echoed)}; {figures.KEPT}"
     )
 
 
-def _diverged(walk: _Pass) -> list[str]:
+def _divergence_notes(walk: _Pass) -> list[str]:
     """A note on the first message that differs from an earlier request of the same conversation, if the
     client wrote that message.
     """
@@ -558,13 +562,14 @@ def _diverged(walk: _Pass) -> list[str]:
         return []  # This is another conversation with the same system messages.
     return [
         (
-            f"{figures.DIVERGED}: message {place} ({messages[place].role}) is not what an earlier request had"
+            f"{figures.DIVERGED_NOTE}: message {place} ({messages[place].role}) is not what an earlier"
+            " request had"
             " there"
         )
     ]
 
 
-def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
+def _stray_notes(walk: _Pass, conversation: Conversation) -> list[str]:
     """A note on how the first unmatched message that should be an answer of this session differs from that
     answer.
     """
@@ -573,20 +578,26 @@ def _strayed(walk: _Pass, conversation: Conversation) -> list[str]:
     if walk.follows is not None:
         return [
             (
-                f"{figures.VOLATILE}: the user message that turn {walk.follows} answered is gone or changed,"
+                f"{figures.VOLATILE_NOTE}: the user message that turn {walk.follows} answered is gone or"
+                " changed,"
                 " so its answer is rendered as the request shows it"
             )
         ]
     position, before = walk.stray
-    candidates = walk.ledger.answers_to(before)
+    candidates = walk.ledger.find_by_prompt(before)
     if not candidates:
         return [
-            f"{figures.FOREIGN}: message {position} is an assistant message this session did not sample there"
+            (
+                f"{figures.FOREIGN_NOTE}: message {position} is an assistant message this session did not"
+                " sample there"
+            )
         ]
     ours = walk.ledger.turns[max(candidates)].message or Message(role="assistant")
     difference = _difference(ours, conversation.messages[position])
     latest = max(candidates)
-    return [f"{figures.REWRITTEN}: message {position} differs from turn {latest}'s answer in {difference}"]
+    return [
+        f"{figures.REWRITTEN_NOTE}: message {position} differs from turn {latest}'s answer in {difference}"
+    ]
 
 
 def _difference(ours: Message, echoed: Message) -> str:

@@ -27,7 +27,7 @@ from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan, Ver
 from polarnode.merge import ledger
 from polarnode.merge.invariants import check_turns
 from polarnode.merge.selection import (
-    INHERITED_TURNS,
+    INHERITED_TURNS_SETTING,
     Settings,
     TrainableSelection,
     read_settings,
@@ -62,7 +62,7 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
     end, begin = line[-1].end, line[0].begin
     if limit is None or end <= limit:
         return [Slice(start=begin, end=end, first=0, last=len(line) - 1)]
-    groups = list(_groups(line, list(_units(line, trained)), limit))
+    groups = list(_groups(line, list(_trained_ranges(line, trained)), limit))
     ends = [turn.end for turn in line]
     cut: list[Slice] = []
     for part, (first, last) in enumerate(groups):
@@ -84,7 +84,7 @@ def slices(line: Sequence[Turn], trained: Collection[int], limit: int | None) ->
     return cut
 
 
-def _units(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
+def _trained_ranges(line: Sequence[Turn], trained: Collection[int]) -> Iterator[tuple[int, int]]:
     """The trained turns as position ranges (first, last). A turn that follows a trained sample directly has
     no context of its own, and stays in that sample's range.
     """
@@ -240,8 +240,10 @@ Builder = Callable[[Sequence[Turn], Mapping[str, Json]], Built]
 
 # The limit on the tokens of one session's traces: 128 rows of 128k. Each row repeats its context, so 400
 # short questions about one long prompt would be gigabytes. A trajectory of this size is an event of 160 MB.
-SESSION_TOKENS: Final = 16 << 20
-OVERSIZE: Final = "oversize"  # the reason of a turn that is left out because its row would exceed the limit
+MAX_SESSION_TOKENS: Final = 16 << 20
+OVERSIZE_REASON: Final = (
+    "oversize"  # the reason of a turn that is left out because its row would exceed the limit
+)
 
 
 def build(
@@ -252,18 +254,18 @@ def build(
     wrong config or a failing import.
 
     Raises InvariantViolated if the turns themselves are incomplete, before any row is made. Turns whose rows
-    would exceed SESSION_TOKENS together are left out.
+    would exceed MAX_SESSION_TOKENS together are left out.
     """
     check_turns(turns)
-    if INHERITED_TURNS in spec.config:
+    if INHERITED_TURNS_SETTING in spec.config:
         raise Refused(
-            f"{INHERITED_TURNS} is what the node tells a builder about a fork: leave it out of"
+            f"{INHERITED_TURNS_SETTING} is what the node tells a builder about a fork: leave it out of"
             " builder.config, and name the fork in the task's `fork`",
-            path=f"$.builder.config.{INHERITED_TURNS}",
+            path=f"$.builder.config.{INHERITED_TURNS_SETTING}",
         )
-    config = {**spec.config, INHERITED_TURNS: inherited} if inherited else spec.config
+    config = {**spec.config, INHERITED_TURNS_SETTING: inherited} if inherited else spec.config
     if spec.import_path is not None:
-        return _foreign(spec.import_path, turns, config, allowed_imports)
+        return _run_custom_builder(spec.import_path, turns, config, allowed_imports)
     builder = _BUILDERS.get(spec.name)
     if builder is None:
         raise Refused(
@@ -274,7 +276,7 @@ def build(
 
 
 def prefix_merging(
-    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
+    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = MAX_SESSION_TOKENS
 ) -> Built:
     """One row for each leaf of the tree of turns. A turn in several rows is trained in the first of them and
     is context in the others. The first row is chosen, not the longest, because a row then does not change
@@ -296,11 +298,11 @@ def prefix_merging(
             room -= tokens
             taken |= lost
             traces += rows(line, lost, limit=limit)
-    return _built(traces, selection, taken)
+    return _make_built(traces, selection, taken)
 
 
 def per_request(
-    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = SESSION_TOKENS
+    turns: Sequence[Turn], config: Mapping[str, Json], *, most_tokens: int | None = MAX_SESSION_TOKENS
 ) -> Built:
     """One row for each trained turn: its whole prompt as context, its sample with loss. A prompt that is too
     long keeps its end. Turns whose rows would exceed `most_tokens` in total are left out.
@@ -317,7 +319,7 @@ def per_request(
             room -= tokens
             taken.add(turn.index)
             traces += rows(line, {turn.index}, limit=limit, prompt_length=turn.prompt_length)
-    return _built(traces, selection, taken)
+    return _make_built(traces, selection, taken)
 
 
 def _tokens(line: Sequence[Turn], trained: Collection[int], limit: int | None) -> int:
@@ -325,9 +327,13 @@ def _tokens(line: Sequence[Turn], trained: Collection[int], limit: int | None) -
     return sum(cut.end - cut.start for cut in slices(line, trained, limit))
 
 
-def _built(traces: Sequence[Trace], selection: TrainableSelection, taken: Collection[int]) -> Built:
+def _make_built(traces: Sequence[Trace], selection: TrainableSelection, taken: Collection[int]) -> Built:
     """The rows, and the turns left out. Every trained turn that is in no row is left out as OVERSIZE."""
-    over = [LeftOut(turn=index, reason=OVERSIZE) for index in selection.trained_indexes if index not in taken]
+    over = [
+        LeftOut(turn=index, reason=OVERSIZE_REASON)
+        for index in selection.trained_indexes
+        if index not in taken
+    ]
     left_out = sorted((*selection.left_out, *over), key=lambda each: each.turn)
     return Built(traces=tuple(traces), left_out=tuple(left_out))
 
@@ -338,7 +344,7 @@ _BUILDERS: Final[Mapping[str, Builder]] = {
 }
 
 
-def _foreign(
+def _run_custom_builder(
     import_path: str, turns: Sequence[Turn], config: Mapping[str, Json], allowed: tuple[str, ...]
 ) -> Built:
     builder = plugins.load(import_path, allowed=allowed)

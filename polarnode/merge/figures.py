@@ -23,44 +23,44 @@ if TYPE_CHECKING:
 
 # ── notes ─────────────────────────────────────────────────────────────────────────────────────────
 
-EDITED: Final = "edited"  # an answer came back changed, but its ids prove it, so its tokens are kept
+EDITED_NOTE: Final = "edited"  # an answer came back changed, but its ids prove it, so its tokens are kept
 AMBIGUOUS: Final = "ambiguous"  # several turns fit an answer that came back, and no id decides
-REWRITTEN: Final = "rewritten"  # an assistant message differs from the answer of the turn at its place
-FOREIGN: Final = "foreign"  # this session did not sample an assistant message
+REWRITTEN_NOTE: Final = "rewritten"  # an assistant message differs from the answer of the turn at its place
+FOREIGN_NOTE: Final = "foreign"  # this session did not sample an assistant message
 # A message differs from an earlier request of the same conversation. The note names the first such message.
-DIVERGED: Final = "diverged"
-VOLATILE: Final = "volatile"  # the user message that a turn answered is missing or changed
+DIVERGED_NOTE: Final = "diverged"
+VOLATILE_NOTE: Final = "volatile"  # the user message that a turn answered is missing or changed
 RESUMED: Final = "resumed"  # the turn continues the cut sample of another turn
-CLOSED: Final = "closed"  # the parent's sample had no turn end and was closed
-SIDE_CALL: Final = "side call"  # the request has the sign of a side call of a harness
+CLOSED_NOTE: Final = "closed"  # the parent's sample had no turn end and was closed
+SIDE_CALL_NOTE: Final = "side call"  # the request has the sign of a side call of a harness
 THINKING: Final = "thinking"  # which thinking the model was shown, under the thinking policy `template`
-REGROUPED: Final = "regrouped"  # calls of one answer came back as several messages
-PREFILLED: Final = "prefilled"  # the answer continues the request's last message, an assistant's
+REGROUPED_NOTE: Final = "regrouped"  # calls of one answer came back as several messages
+PREFILLED_NOTE: Final = "prefilled"  # the answer continues the request's last message, an assistant's
 REFUSED: Final = "refused"  # the engine refused what the request asked for
 WORDS: Final = (
-    EDITED,
+    EDITED_NOTE,
     AMBIGUOUS,
-    REGROUPED,
-    REWRITTEN,
-    FOREIGN,
-    DIVERGED,
-    VOLATILE,
+    REGROUPED_NOTE,
+    REWRITTEN_NOTE,
+    FOREIGN_NOTE,
+    DIVERGED_NOTE,
+    VOLATILE_NOTE,
     RESUMED,
-    CLOSED,
-    SIDE_CALL,
+    CLOSED_NOTE,
+    SIDE_CALL_NOTE,
     THINKING,
-    PREFILLED,
+    PREFILLED_NOTE,
     REFUSED,
 )
 
 KEPT: Final = "its tokens are kept"  # the end of a note on an edit
 # The note ends with this instead if the prompt is rendered again.
-AS_SHOWN: Final = "the model sees it as the request shows it"
+RERENDERED_ENDING: Final = "the model sees it as the request shows it"
 
 _SHOWN: Final = f"{THINKING}: shown the thoughts of"
 
 
-def word_of(note: str) -> str | None:
+def note_word(note: str) -> str | None:
     """The word with which a note begins; None if it begins with no known word."""
     head = note.partition(":")[0]
     return head if head in WORDS else None
@@ -68,7 +68,7 @@ def word_of(note: str) -> str | None:
 
 def counted(notes: Iterable[str]) -> "Counter[str]":
     """The number of notes for each word with which they begin."""
-    return Counter(word for word in map(word_of, notes) if word is not None)
+    return Counter(word for word in map(note_word, notes) if word is not None)
 
 
 def thinking_notes(shown: Iterable[int], hidden: Iterable[int]) -> list[str]:
@@ -97,7 +97,7 @@ def shows_thinking(notes: Iterable[str]) -> bool:
 # ── figures ───────────────────────────────────────────────────────────────────────────────────────
 
 # The names of counts by word, and of single counts. `prefix_hit_rate` is computed from the sums.
-BY_WORD: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
+WORD_COUNTS: Final = ("kinds", "reasons", "roles", "states", "notes", "left_out", "left_out_tokens")
 ALONE: Final = ("turns", "lineages", "leaves", "tokens_in", "tokens_new", "tokens_sampled", "malformed_calls")
 
 
@@ -127,12 +127,12 @@ def summed(figures: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     """The sums of the counts of many sessions. `thinking` is the policy of all of them, or `mixed`. A value
     that is not a number counts as 0.
     """
-    words: dict[str, Counter[str]] = {name: Counter() for name in BY_WORD}
+    words: dict[str, Counter[str]] = {name: Counter() for name in WORD_COUNTS}
     alone = dict.fromkeys(ALONE, 0)
     policies = set[str]()
     for one in figures:
         policies.add(str(one.get("thinking")))
-        for name in BY_WORD:
+        for name in WORD_COUNTS:
             counts = one.get(name)
             words[name].update(
                 {word: _number(count) for word, count in counts.items()} if isinstance(counts, dict) else {}
@@ -162,7 +162,7 @@ def _alone(turns: Sequence[Turn]) -> dict[str, int]:
 def _shown(words: Mapping[str, "Counter[str]"], alone: Mapping[str, int], thinking: str) -> dict[str, Json]:
     tokens, new = alone["tokens_in"], alone["tokens_new"]
     rate = round(1 - new / tokens, 4) if tokens else 0.0
-    counts: dict[str, Json] = {name: dict(sorted(words[name].items())) for name in BY_WORD}
+    counts: dict[str, Json] = {name: dict(sorted(words[name].items())) for name in WORD_COUNTS}
     return {"thinking": thinking, **alone, "prefix_hit_rate": rate, **counts}
 
 
@@ -189,7 +189,7 @@ def _written(tools: Sequence[Tool]) -> str:
     return dump_json(described).decode()
 
 
-def tools_of(new: NewMessages) -> tuple[Tool, ...]:
+def parse_tools(new: NewMessages) -> tuple[Tool, ...]:
     """The tools of a root, parsed from their JSON."""
     found = read_json(new.tools.encode()) if new.tools else []
     return tuple(_tool(each) for each in found if isinstance(each, dict)) if isinstance(found, list) else ()
@@ -226,7 +226,7 @@ def transcript(turns: Mapping[int, Turn], index: int) -> Conversation | None:
     return (
         None
         if head is None
-        else Conversation(messages=tuple(messages), tools=tools_of(head), thinking=head.thinking)
+        else Conversation(messages=tuple(messages), tools=parse_tools(head), thinking=head.thinking)
     )
 
 

@@ -2,8 +2,8 @@
 answers.
 
 A path is the chain of a request's messages from its root (tools and thinking flag). Its key identifies
-everything up to one place, and equal keys mean that the same prompt ids may be used again. `Trails` keeps the
-paths of the last requests, so that a history that only grows is hashed once.
+everything up to one place, and equal keys mean that the same prompt ids may be used again. `TrailCache`
+keeps the paths of the last requests, so that a history that only grows is hashed once.
 
 Invariants: no text of a client is ignored. No change that harnesses make to an answer counts (surrounding
 whitespace, JSON spelling, ids, thinking). Volatile lines that a harness puts into its prompt are dropped by
@@ -31,13 +31,13 @@ from polarnode.core.errors import Refused
 
 # The number of trails kept. The harnesses observed interleave up to four agents, with side calls of one
 # request each. A trail of a thousand messages takes some 100 KB.
-_TRAILS: Final = 8
+_MAX_TRAILS: Final = 8
 
 _call = attrgetter("id", "name", "arguments")
 
 
 @frozen(kw_only=True)
-class Trail:
+class RequestTrail:
     """The path of a request: a number for each message, and a key before each message and after the last.
     `ours` are the places after assistant messages that were exactly a turn's answer, `odd` the places after
     all other assistant messages, both ascending.
@@ -49,23 +49,23 @@ class Trail:
     ours: Sequence[int]
     odd: Sequence[int]
 
-    def last_ours(self, length: int) -> int:
+    def last_exact_place(self, length: int) -> int:
         """The last place in `ours` among the first `length` messages, or 0."""
         found = bisect_right(self.ours, length)
         return self.ours[found - 1] if found else 0
 
 
 @define(eq=False)
-class Trails:
+class TrailCache:
     """The most recent requests of a session, the latest last."""
 
-    _kept: list[Trail] = field(factory=list)
+    _kept: list[RequestTrail] = field(factory=list)
 
-    def longest(self, root: str, numbers: "array[int]") -> tuple[Trail | None, int]:
+    def longest(self, root: str, numbers: "array[int]") -> tuple[RequestTrail | None, int]:
         """The trail that has the longest common prefix with a request, and the length of that prefix in
         messages.
         """
-        best: Trail | None = None
+        best: RequestTrail | None = None
         length = 0
         for trail in reversed(self._kept):
             shared = _shared(trail.numbers, numbers) if trail.root == root else 0
@@ -75,7 +75,7 @@ class Trails:
                 break
         return best, length
 
-    def keep(self, trail: Trail) -> None:
+    def keep(self, trail: RequestTrail) -> None:
         """Remember the path of a request. It replaces a path that it continues."""
         grown = (
             kept
@@ -86,10 +86,10 @@ class Trails:
         if old is not None:
             self._kept.remove(old)
         self._kept.append(trail)
-        del self._kept[:-_TRAILS]
+        del self._kept[:-_MAX_TRAILS]
 
 
-def numbers_of(messages: Sequence[Message]) -> "array[int]":
+def message_numbers(messages: Sequence[Message]) -> "array[int]":
     """An int64 for each message that covers everything that its key covers. Most of the time of a plan is
     spent here, so no Python function is called per message.
     """
@@ -126,7 +126,7 @@ def _shared(one: "array[int]", other: "array[int]") -> int:
 _KEY_BYTES: Final = 16
 # A label only explains why a path is new. A collision costs a wrong word in a report.
 _LABEL: Final = 8
-NONE: Final = "-"
+NO_KEY: Final = "-"
 
 # Deeper JSON is compared as it is written. The schemas and arguments observed in seven harnesses nest fewer
 # than 12 levels.
@@ -134,18 +134,18 @@ _DEEPEST: Final = 100
 
 # A session has a handful of tool lists (main agent, sub-agents, side calls), and a long one some thousand
 # calls of some hundred bytes. 8192 calls of 1 KB, each kept in two spellings, are 16 MB at the very most.
-_TOOL_LISTS: Final = 64
+_MAX_TOOL_LISTS: Final = 64
 # The tool lists themselves that are kept, because some dialects return the same list again: one for each
 # agent that harnesses interleave.
-_LATEST_TOOLS: Final = 4
-_REMEMBERED_CALLS: Final = 8192
-_REMEMBERED_LENGTH: Final = 1024
+_MAX_LATEST_TOOLS: Final = 4
+_MAX_CACHED_CALLS: Final = 8192
+_MAX_CACHED_CHARS: Final = 1024
 # The limit on the characters of longer calls that are kept for the request being read. In a prompt of 128k
 # tokens half of the text may be calls.
-_PREPARED_CHARS: Final = 2 << 20
+_MAX_PREPARED_CHARS: Final = 2 << 20
 
 # All characters that Python or JavaScript strips, because harnesses in both languages trim the node's text.
-_BLANK: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
+_BLANK_CHARS: Final = "".join(chr(code) for code in range(0x3001) if chr(code).isspace()) + "\ufeff"
 
 
 @frozen(kw_only=True)
@@ -165,7 +165,7 @@ class Path:
     system: str
     opening: str
     key: str
-    bare: str = NONE
+    bare: str = NO_KEY
 
     @property
     def text(self) -> str:
@@ -184,13 +184,13 @@ class Path:
             system=system,
             opening=opening,
             key=key,
-            bare=bare[0] if bare else NONE,
+            bare=bare[0] if bare else NO_KEY,
         )
 
 
 def label(text: str) -> str:
     """A short name for a text: 8 hex digits, or "-" for the empty text."""
-    return _digest(text)[:_LABEL] if text else NONE
+    return _digest(text)[:_LABEL] if text else NO_KEY
 
 
 def tools_key(tools: Sequence[Tool]) -> str:
@@ -198,10 +198,10 @@ def tools_key(tools: Sequence[Tool]) -> str:
     no tools.
     """
     if not tools:
-        return NONE
+        return NO_KEY
     described = [[tool.name, tool.description, tool.parameters] for tool in tools]
     try:
-        return _digest(_tagged(described, _DEEPEST))
+        return _digest(_tagged_text(described, _DEEPEST))
     except (ValueError, RecursionError) as error:
         raise Refused(
             f"the tools' parameters cannot be read ({error}): nest them less deeply", path="$.tools"
@@ -227,7 +227,7 @@ def advance(key: str, message: Message, *, canonical: Callable[[str], str] | Non
     spell = canonical or _canonical
     if message.role != "assistant":
         return _digest(f"{key}{message.role}|{message.text}")
-    parts = [message.text.strip(_BLANK)]
+    parts = [message.text.strip(_BLANK_CHARS)]
     for call in message.calls:
         parts += (call.name, spell(call.arguments))
     return _digest(f"{key}assistant|" + "".join(f"{len(part)}:{part}" for part in parts))
@@ -235,12 +235,12 @@ def advance(key: str, message: Message, *, canonical: Callable[[str], str] | Non
 
 def same_text(one: str, other: str) -> bool:
     """Whether two texts of an answer differ at most in surrounding whitespace."""
-    return one.strip(_BLANK) == other.strip(_BLANK)
+    return one.strip(_BLANK_CHARS) == other.strip(_BLANK_CHARS)
 
 
-def without_end(text: str, end: str) -> str | None:
+def strip_ending(text: str, end: str) -> str | None:
     """The text before an ending, whatever blanks surround the ending. None if the text ends otherwise."""
-    whole, bare = text.rstrip(_BLANK), end.strip(_BLANK)
+    whole, bare = text.rstrip(_BLANK_CHARS), end.strip(_BLANK_CHARS)
     return whole.removesuffix(bare) if bare and whole.endswith(bare) else None
 
 
@@ -250,26 +250,26 @@ def canonical_arguments(arguments: str) -> str:
 
     Text that is not JSON, repeats a key or nests too deeply is compared verbatim.
     """
-    text = arguments.strip(_BLANK)
+    text = arguments.strip(_BLANK_CHARS)
     try:
-        return "=" + _tagged(_DECODER.decode(text) if text else {}, _DEEPEST)
+        return "=" + _tagged_text(_DECODER.decode(text) if text else {}, _DEEPEST)
     except (ValueError, RecursionError):
         return "!" + arguments
 
 
 # The number of recent calls whose canonical form is kept. Each call is canonicalised for its turn's key, for
 # the check of that key, and in the next request.
-_LATEST_CALLS: Final = 256
-_latest_canonical = lru_cache(_LATEST_CALLS)(canonical_arguments)
+_MAX_LATEST_CALLS: Final = 256
+_cached_canonical = lru_cache(_MAX_LATEST_CALLS)(canonical_arguments)
 
 
 def _canonical(arguments: str) -> str:
-    short = len(arguments) <= _REMEMBERED_LENGTH
-    return _latest_canonical(arguments) if short else canonical_arguments(arguments)
+    short = len(arguments) <= _MAX_CACHED_CHARS
+    return _cached_canonical(arguments) if short else canonical_arguments(arguments)
 
 
 @define(eq=False)
-class Memo:
+class FingerprintCache:
     """Results that a session's requests need again and again. Each request brings its tools and its whole
     history, and parsing JSON is most of the time of a fingerprint.
 
@@ -277,14 +277,14 @@ class Memo:
     a message of 120 characters 1.4 us and 0.2 us.
     """
 
-    trails: Trails = field(factory=Trails)
+    trails: TrailCache = field(factory=TrailCache)
     _tools: dict[bytes, str] = field(factory=dict)
     _arguments: dict[str, str] = field(factory=dict)
     _prepared: dict[str, str] = field(factory=dict)
     _latest_tools: tuple[tuple[Sequence[Tool], str], ...] = ()  # the tool lists themselves, with their keys
     # The messages of the latest request with their numbers, because dialects return the same objects for
     # messages that a request repeats.
-    _latest: tuple[Sequence[Message], "array[int]"] = ((), array("q"))
+    _latest_numbers: tuple[Sequence[Message], "array[int]"] = ((), array("q"))
 
     def prepare(self, conversation: Conversation) -> None:
         """Canonicalise the tools and the calls of a request that will be planned. Any thread may do this; a
@@ -292,11 +292,11 @@ class Memo:
         """
         self.tools_key(conversation.tools)
         long: dict[str, str] = {}
-        room = _PREPARED_CHARS
+        room = _MAX_PREPARED_CHARS
         for message in conversation.messages:
             for call in message.calls:
                 read = self.canonical(call.arguments)
-                if len(call.arguments) > _REMEMBERED_LENGTH and len(read) <= room:
+                if len(call.arguments) > _MAX_CACHED_CHARS and len(read) <= room:
                     room -= len(read)
                     long[call.arguments] = read
         self._prepared = long
@@ -306,27 +306,27 @@ class Memo:
         for latest, key in self._latest_tools:
             if latest is tools:
                 return key
-        key = self._key_of(tools)
-        self._latest_tools = ((tools, key), *self._latest_tools[: _LATEST_TOOLS - 1])
+        key = self._cached_tools_key(tools)
+        self._latest_tools = ((tools, key), *self._latest_tools[: _MAX_LATEST_TOOLS - 1])
         return key
 
     def numbers(self, messages: Sequence[Message]) -> "array[int]":
-        """As `numbers_of`. Message objects of the request before are recognised."""
-        latest, known = self._latest
+        """As `message_numbers`. Message objects of the request before are recognised."""
+        latest, known = self._latest_numbers
         same = list(map(is_, latest, messages))
         shared = same.index(False) if False in same else len(same)
-        numbers = known[:shared] + numbers_of(messages[shared:])
-        self._latest = (messages, numbers)
+        numbers = known[:shared] + message_numbers(messages[shared:])
+        self._latest_numbers = (messages, numbers)
         return numbers
 
-    def _key_of(self, tools: Sequence[Tool]) -> str:
+    def _cached_tools_key(self, tools: Sequence[Tool]) -> str:
         try:
             written = orjson.dumps([[tool.name, tool.description, tool.parameters] for tool in tools])
         except TypeError:  # A list that orjson cannot write (a number beyond 64 bits) is read every time.
             return tools_key(tools)
         name = blake2b(written, digest_size=_KEY_BYTES).digest()
         if name not in self._tools:
-            _make_room(self._tools, _TOOL_LISTS)
+            _make_room(self._tools, _MAX_TOOL_LISTS)
             self._tools[name] = tools_key(tools)
         return self._tools[name]
 
@@ -336,8 +336,8 @@ class Memo:
         if cached is not None:
             return cached
         read = _canonical(arguments)
-        if len(arguments) <= _REMEMBERED_LENGTH:
-            _make_room(self._arguments, _REMEMBERED_CALLS)
+        if len(arguments) <= _MAX_CACHED_CHARS:
+            _make_room(self._arguments, _MAX_CACHED_CALLS)
             self._arguments[arguments] = read
         return read
 
@@ -352,21 +352,21 @@ def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).hexdigest()
 
 
-class _Number(str):
+class _JsonNumber(str):
     """A JSON number by value: its digits without zeros at either end, and an exponent."""
 
     __slots__ = ()
 
 
-def _number(literal: str) -> _Number:
+def _number(literal: str) -> _JsonNumber:
     mantissa, _, exponent = literal.lower().partition("e")
     whole, _, fraction = mantissa.lstrip("-").partition(".")
     digits = (whole + fraction).lstrip("0")
     significant = digits.rstrip("0")
     if not significant:
-        return _Number("0")
+        return _JsonNumber("0")
     sign = "-" if mantissa.startswith("-") else ""
-    return _Number(
+    return _JsonNumber(
         f"{sign}{significant}e{int(exponent or 0) - len(fraction) + len(digits) - len(significant)}"
     )
 
@@ -378,7 +378,7 @@ def _members(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return members
 
 
-def _no_number(literal: str) -> _Number:
+def _no_number(literal: str) -> _JsonNumber:
     raise ValueError(f"{literal} is not JSON")
 
 
@@ -387,7 +387,7 @@ _DECODER: Final = JSONDecoder(
 )
 
 
-def _tagged(value: object, depth: int) -> str:
+def _tagged_text(value: object, depth: int) -> str:
     """A value as text that no other value has. Strings and keys carry their length, so nothing inside them
     can pass for structure.
     """
@@ -395,15 +395,17 @@ def _tagged(value: object, depth: int) -> str:
         raise ValueError(f"nested more than {_DEEPEST} levels deep")
     if isinstance(value, Mapping):
         return (
-            "{" + "".join(f"{len(key)}:{key}{_tagged(value[key], depth - 1)}" for key in sorted(value)) + "}"
+            "{"
+            + "".join(f"{len(key)}:{key}{_tagged_text(value[key], depth - 1)}" for key in sorted(value))
+            + "}"
         )
     if isinstance(value, (list, tuple)):
-        return "[" + "".join([_tagged(item, depth - 1) for item in value]) + "]"
-    return _scalar(value)
+        return "[" + "".join([_tagged_text(item, depth - 1) for item in value]) + "]"
+    return _scalar_text(value)
 
 
-def _scalar(value: object) -> str:
-    if isinstance(value, _Number):
+def _scalar_text(value: object) -> str:
+    if isinstance(value, _JsonNumber):
         return f"#{value};"
     if isinstance(value, str):
         return f'"{len(value)}:{value}'

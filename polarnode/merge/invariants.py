@@ -28,7 +28,7 @@ from polarnode.core.arrays import ids
 from polarnode.core.errors import InvariantViolated
 from polarnode.core.trajectory import Built, Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.ledger import chain
-from polarnode.merge.token_extras import routed_of, top_of
+from polarnode.merge.token_extras import row_routed_experts, row_top_logprobs
 
 # ── slices of a row ───────────────────────────────────────────────────────────────────────────────
 
@@ -80,7 +80,7 @@ def _check_part(name: str, trace: Trace, before: Trace | None, by_index: Mapping
     if before is None or done:
         return
     end, last = before.offset + len(before.token_ids), before.turn_spans[-1].turn
-    if trace.offset < end or not _leads(last, trace.turn_spans[0].turn, by_index):
+    if trace.offset < end or not _is_ancestor(last, trace.turn_spans[0].turn, by_index):
         raise InvariantViolated(
             f"invariant 4: {name} begins at {trace.offset} of its row, and the part before it ends at {end},"
             " with"
@@ -88,7 +88,7 @@ def _check_part(name: str, trace: Trace, before: Trace | None, by_index: Mapping
         )
 
 
-def _leads(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
+def _is_ancestor(earlier: int, later: int, by_index: Mapping[int, Turn]) -> bool:
     step: int | None = later
     while step is not None and step > earlier:
         step = by_index[step].parent
@@ -221,7 +221,7 @@ def _check_line(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     sample is in its place.
     """
     expected = [
-        _span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset
+        _turn_span(turn, trace.offset) for turn in line if turn.sampled and turn.prompt_length >= trace.offset
     ]
     # A turn's reward is no invariant of tokens.
     places = [evolve(span, reward=None) for span in trace.turn_spans]
@@ -316,12 +316,12 @@ def _check_versions(name: str, trace: Trace, line: Sequence[Turn]) -> None:
 def _check_extras(name: str, trace: Trace, line: Sequence[Turn]) -> None:
     """The top logprobs and experts of a trace are those of its turns, row for row. A trace may have none."""
     trained = {span.turn for span in trace.turn_spans if trace.loss_mask.find(1, span.start, span.end) >= 0}
-    if trace.top is not None and trace.top != top_of(line, trained):
+    if trace.top is not None and trace.top != row_top_logprobs(line, trained):
         raise InvariantViolated(
             f"invariant 3: the {trace.top.rows} rows of alternatives that {name} carries are not those of its"
             " trained turns"
         )
-    if trace.routed is not None and trace.routed != routed_of(line, offset=trace.offset):
+    if trace.routed is not None and trace.routed != row_routed_experts(line, offset=trace.offset):
         raise InvariantViolated(
             f"invariant 3: the experts of {name}, from position {trace.routed.start} to {trace.routed.end},"
             " are not"
@@ -329,7 +329,7 @@ def _check_extras(name: str, trace: Trace, line: Sequence[Turn]) -> None:
         )
 
 
-def _span(turn: Turn, offset: int) -> TurnSpan:
+def _turn_span(turn: Turn, offset: int) -> TurnSpan:
     start = turn.prompt_length - offset
     return TurnSpan(turn=turn.index, start=start, end=start + len(turn.sampled))
 

@@ -15,7 +15,7 @@ from polarnode.core.arrays import ids
 from polarnode.core.conversation import Message
 from polarnode.core.trajectory import Turn, line_of
 from polarnode.merge.figures import shows_thinking
-from polarnode.merge.fingerprint import NONE, Path, advance, without_end
+from polarnode.merge.fingerprint import NO_KEY, Path, advance, strip_ending
 
 _NOBODY: Final[tuple[int, ...]] = ()
 _NO_STOPS: Final[Mapping[str, None]] = {}
@@ -27,8 +27,8 @@ STOPS: Final = 16
 # A chain of this length is walked in 20 us. For a longer one a full copy of the ids is kept, at which a walk
 # ends. The harnesses observed interleave up to four agents. Sessions of the usual length (29 turns) keep no
 # copy; four copies of 128k tokens are 2 MB.
-_LONG_WALK: Final = 64
-_FULL_COPIES: Final = 4
+_MAX_WALK_TURNS: Final = 64
+_MAX_FULL_COPIES: Final = 4
 
 
 def chain(turns: Mapping[int, Turn], index: int | None, *, since: int = -1) -> list[Turn]:
@@ -57,7 +57,7 @@ def _extended(prompt: "array[int]", line: Iterable[Turn]) -> "array[int]":
     return prompt
 
 
-def attachable(turn: Turn) -> bool:
+def is_attachable(turn: Turn) -> bool:
     """Whether a request may extend the turn: it has an answer, and the engine did not fail."""
     return turn.state != "failed" and turn.answer is not None
 
@@ -75,63 +75,63 @@ class Ledger:
     _before: dict[str, list[int]] = field(factory=dict)
     _bare: dict[str, int] = field(factory=dict)
     _keys: dict[int, tuple[str, ...]] = field(factory=dict)
-    _thoughtful: set[int | None] = field(factory=set)
+    _turns_with_thinking: set[int | None] = field(factory=set)
     # Maps a path to the stop strings at which its answers ended. Strings that a client only sends are not
     # kept, because it may send new ones with every request.
-    _stops: dict[str, dict[str, None]] = field(factory=dict)
+    _stops_by_path: dict[str, dict[str, None]] = field(factory=dict)
     # the result of `written` for some turns, the oldest first, _FULL_COPIES at most
     _full: dict[int, bytes] = field(factory=dict)
 
     def add(self, turn: Turn) -> None:
         """Keep a turn, and let requests attach to it if it has an answer."""
         self.turns[turn.index] = turn
-        if not attachable(turn):
+        if not is_attachable(turn):
             return
         if (
-            turn.parent in self._thoughtful
+            turn.parent in self._turns_with_thinking
             or _answer_message(turn).thinking.strip()
             or shows_thinking(turn.notes)
         ):
-            self._thoughtful.add(turn.index)
-        keys = self._keys[turn.index] = self._keys_of(turn)
+            self._turns_with_thinking.add(turn.index)
+        keys = self._keys[turn.index] = self._answer_keys(turn)
         for key in keys:
             self._after.setdefault(key, []).append(turn.index)
         path = Path.read(turn.before_key)
         self._before.setdefault(path.key, []).append(turn.index)
-        if path.bare != NONE and turn.message is not None:
+        if path.bare != NO_KEY and turn.message is not None:
             self._bare[advance(path.bare, turn.message)] = turn.index
-        if _stop_of(turn):
-            for place in {path.key, path.bare, self._first_before(turn)}:
-                stops = self._stops.setdefault(place, {})
-                stops.pop(_stop_of(turn), None)
-                stops[_stop_of(turn)] = None
+        if _stop_string(turn):
+            for place in {path.key, path.bare, self._answer_start_key(turn)}:
+                stops = self._stops_by_path.setdefault(place, {})
+                stops.pop(_stop_string(turn), None)
+                stops[_stop_string(turn)] = None
                 if len(stops) > STOPS:
                     del stops[next(iter(stops))]
 
-    def answered_with(self, key: str) -> "list[int] | tuple[int, ...]":
+    def find_by_answer(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns whose path, answer included, has this key. Several such turns are twins: they have the
         same text and other tokens.
         """
         return self._after.get(key, _NOBODY)
 
-    def without_stops(self, before: str, message: Message) -> Iterator[tuple[str, Message]]:
+    def strip_stops(self, before: str, message: Message) -> Iterator[tuple[str, Message]]:
         """For each stop string of an answer to this path with which the message ends: the stop string, and
         the message without it.
         """
-        for stop in self._stops.get(before, _NO_STOPS):
-            text = without_end(message.text, stop)
+        for stop in self._stops_by_path.get(before, _NO_STOPS):
+            text = strip_ending(message.text, stop)
             if text is not None:
                 yield stop, evolve(message, text=text)
 
-    def stopped_with(self, key: str, stop: str) -> list[int]:
+    def find_by_stop(self, key: str, stop: str) -> list[int]:
         """The turns whose path has this key and whose answer ended at this stop string."""
-        return [index for index in self.answered_with(key) if _stop_of(self.turns[index]) == stop]
+        return [index for index in self.find_by_answer(key) if _stop_string(self.turns[index]) == stop]
 
-    def answers_to(self, key: str) -> "list[int] | tuple[int, ...]":
+    def find_by_prompt(self, key: str) -> "list[int] | tuple[int, ...]":
         """The turns that answered the path with this key."""
         return self._before.get(key, _NOBODY)
 
-    def unprompted_with(self, key: str) -> int | None:
+    def find_unprompted(self, key: str) -> int | None:
         """The latest turn whose path has this key if the user message that it answered is left out."""
         return self._bare.get(key)
 
@@ -145,12 +145,12 @@ class Ledger:
             line.append(self.turns[step])
             step = line[-1].parent
         whole = _extended(ids() if step is None else ids(self._full[step]), reversed(line))
-        if index is not None and len(line) > _LONG_WALK:
+        if index is not None and len(line) > _MAX_WALK_TURNS:
             self._keep(index, whole.tobytes())
         return whole
 
     def _keep(self, index: int, whole: bytes) -> None:
-        while len(self._full) >= _FULL_COPIES:
+        while len(self._full) >= _MAX_FULL_COPIES:
             del self._full[next(iter(self._full))]
         self._full[index] = whole
 
@@ -162,7 +162,7 @@ class Ledger:
         """Whether the ids with which a turn ends hold a thought: one that was sampled in it or in a turn that
         it extends, or one that was rendered into one of their prompts.
         """
-        return index in self._thoughtful
+        return index in self._turns_with_thinking
 
     def thinking(self, index: int, key: str) -> str:
         """The thinking before the message that a client names by this key, which is one of the
@@ -175,20 +175,20 @@ class Ledger:
             else _answer_message(turn).thinking
         )
 
-    def ancestry(self, index: int) -> Iterator[int]:
+    def walk_ancestors(self, index: int) -> Iterator[int]:
         """A turn and the turns that it extends, the latest first."""
         step: int | None = index
         while step is not None:
             yield step
             step = self.turns[step].parent
 
-    def _keys_of(self, turn: Turn) -> tuple[str, ...]:
+    def _answer_keys(self, turn: Turn) -> tuple[str, ...]:
         """The turn's own key. For an answer that continued after a cut there are further keys, for clients
         that show all of its parts as one message: with the stop strings at which parts ended, and without.
         """
         if not self._goes_on(turn):
             return (turn.message_key,)
-        before = self._first_before(turn)
+        before = self._answer_start_key(turn)
         merged = [advance(before, self._merged(turn, stops=stops)) for stops in (False, True)]
         return tuple(dict.fromkeys((turn.message_key, *merged)))
 
@@ -197,7 +197,7 @@ class Ledger:
         first, *others = [*(_answer_message(half, stop=stops) for half in earlier), _answer_message(last)]
         return first.joined(*others)
 
-    def _first_before(self, turn: Turn) -> str:
+    def _answer_start_key(self, turn: Turn) -> str:
         """The path at which an answer began. Its client may show the answer as one message from there."""
         return Path.read(self._halves(turn)[-1].before_key).key
 
@@ -217,10 +217,10 @@ class Ledger:
 
 def _answer_message(turn: Turn, *, stop: bool = False) -> Message:
     message = turn.message or Message(role="assistant")
-    return evolve(message, text=message.text + _stop_of(turn)) if stop else message
+    return evolve(message, text=message.text + _stop_string(turn)) if stop else message
 
 
-def _stop_of(turn: Turn) -> str:
+def _stop_string(turn: Turn) -> str:
     return "" if turn.answer is None else turn.answer.stop_string or ""
 
 

@@ -25,19 +25,19 @@ from polarnode.core.trajectory import Turn
 from polarnode.merge import figures
 from polarnode.merge.attach import (
     RESUMED,
-    Attached,
+    Attachment,
     Plan,
     References,
-    another,
     attach,
-    excusable,
+    choice_plan,
+    is_edited_answer,
     opaques,
     resumed,
 )
-from polarnode.merge.fingerprint import Memo, Path
-from polarnode.merge.ledger import Ledger, attachable
-from polarnode.merge.roles import PathIndex, RequestRoles
-from polarnode.merge.turn_kinds import TurnGraph, TurnName
+from polarnode.merge.fingerprint import FingerprintCache, Path
+from polarnode.merge.ledger import Ledger, is_attachable
+from polarnode.merge.roles import PathIndex, RequestRole
+from polarnode.merge.turn_kinds import TurnGraph, TurnLabel
 
 # ── thinking policy ───────────────────────────────────────────────────────────────────────────────
 
@@ -54,13 +54,13 @@ class ThinkingPolicy:
     ledger: Ledger
     references: References
 
-    def shown(self, found: Attached, conversation: Conversation) -> tuple[Attached, tuple[Message, ...]]:
+    def shown(self, found: Attachment, conversation: Conversation) -> tuple[Attachment, tuple[Message, ...]]:
         """What a request extends under this policy, and the messages that are rendered, with their
         thinking.
         """
         messages = conversation.messages
-        if self._hides(found, messages[found.matched :]):
-            kept = tuple(note.replace(figures.KEPT, figures.AS_SHOWN) for note in found.notes)
+        if self._hides_thinking(found, messages[found.matched :]):
+            kept = tuple(note.replace(figures.KEPT, figures.RERENDERED_ENDING) for note in found.notes)
             found = evolve(found, parent=None, matched=0, rerendered=found.parent, notes=kept)
         new = tuple(
             self._restored(place, messages[place], found) for place in range(found.matched, len(messages))
@@ -74,7 +74,7 @@ class ThinkingPolicy:
             found, notes=(*found.notes, *figures.thinking_notes(places[first:], places[:first]))
         ), new
 
-    def _hides(self, found: Attached, new: Sequence[Message]) -> bool:
+    def _hides_thinking(self, found: Attachment, new: Sequence[Message]) -> bool:
         return (
             found.parent is not None
             and bool(new)
@@ -82,27 +82,27 @@ class ThinkingPolicy:
             and self.drops(new)
         )
 
-    def _restored(self, place: int, message: Message, found: Attached) -> Message:
+    def _restored(self, place: int, message: Message, found: Attachment) -> Message:
         """The message with its thinking, if it is an answer of this session."""
         if message.role != "assistant":
             return message
         key = found.keys[place + 1]
-        candidates = self.ledger.answered_with(key)
-        proven = self.references.find_refs(opaques(message))
+        candidates = self.ledger.find_by_answer(key)
+        proven = self.references.find_turns(opaques(message))
         if not candidates:
             candidates = [index for index in sorted(proven) if self._is_answer(index, message)]
             key = self.ledger.turns[candidates[-1]].message_key if candidates else key
         if not candidates:
             return message
-        author = self._author(candidates, proven, found)
+        author = self._choose_author(candidates, proven, found)
         return evolve(message, thinking=self.ledger.thinking(author, key))
 
-    def _author(self, candidates: Sequence[int], proven: frozenset[int], found: Attached) -> int:
+    def _choose_author(self, candidates: Sequence[int], proven: frozenset[int], found: Attachment) -> int:
         """Among twins, the turn that the message's references name, else the turn whose tokens the request
         continues, else the latest.
         """
         line = (
-            frozenset(self.ledger.ancestry(found.before))
+            frozenset(self.ledger.walk_ancestors(found.before))
             if len(candidates) > 1 and found.before is not None
             else frozenset[int]()
         )
@@ -110,7 +110,7 @@ class ThinkingPolicy:
 
     def _is_answer(self, index: int, message: Message) -> bool:
         turn = self.ledger.turns.get(index)
-        return turn is not None and excusable(self.references, turn, message)
+        return turn is not None and is_edited_answer(self.references, turn, message)
 
 
 # ── lineages ──────────────────────────────────────────────────────────────────────────────────────
@@ -127,7 +127,7 @@ class Lineages:
     references: References
     _session_id: str
     _ledger: Ledger
-    _memo: Memo
+    _memo: FingerprintCache
     _paths: PathIndex
     _graph: TurnGraph
     _thinking_policy: ThinkingPolicy | None
@@ -146,7 +146,7 @@ class Lineages:
         """
         self.references = references or References(session_id, secret)
         self._session_id = session_id
-        self._ledger, self._memo, self._paths = Ledger(), Memo(), PathIndex()
+        self._ledger, self._memo, self._paths = Ledger(), FingerprintCache(), PathIndex()
         self._graph = TurnGraph(self._ledger)
         self._thinking_policy = drops_thinking and ThinkingPolicy(
             drops=drops_thinking, ledger=self._ledger, references=self.references
@@ -166,19 +166,19 @@ class Lineages:
     def plan(
         self, conversation: Conversation, *, request_key: str = "", hints: Mapping[str, str] = _NO_HINTS
     ) -> Plan:
-        """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon`. O(bytes of
-        the request).
+        """Reserve a turn and decide what it extends. Every plan is ended by `commit` or `abandon_plan`.
+        O(bytes of the request).
         """
         conversation, prefill = self._opened(conversation, hints)
-        found, new = self._attached(conversation, hints)
-        roles = self._classify(found, conversation, hints)
+        found, new = self._attach_request(conversation, hints)
+        roles = self._classify_request(found, conversation, hints)
         named = self._graph.name(found, conversation, request_key, self._paths)
         plan = _plan(self._graph.next_index, found, roles, named, new, request_key)
         if prefill:
-            note = f"{figures.PREFILLED}: the answer goes on with the last message, an assistant's"
+            note = f"{figures.PREFILLED_NOTE}: the answer goes on with the last message, an assistant's"
             plan = evolve(plan, prefill=prefill, notes=(*plan.notes, note))
         self._paths.note(found.path, roles.role)
-        return self._planned(plan)
+        return self._register_plan(plan)
 
     def _opened(self, conversation: Conversation, hints: Mapping[str, str]) -> tuple[Conversation, str]:
         """Split off the prefill: the conversation before a last message that the answer is to continue, and
@@ -187,7 +187,7 @@ class Lineages:
         """
         if not conversation.prefilled:
             return conversation, ""
-        found, new = self._attached(conversation, hints)
+        found, new = self._attach_request(conversation, hints)
         if found.parent is not None and not new:
             parent = self._ledger.turns[found.parent]
             stop = parent.answer.stop_string if parent.answer is not None else None
@@ -208,9 +208,9 @@ class Lineages:
             raise Refused(f"the last message is the assistant's and {why}", path="$.messages[-1]")
         return conversation.before_prefill, last.text
 
-    def _attached(
+    def _attach_request(
         self, conversation: Conversation, hints: Mapping[str, str]
-    ) -> tuple[Attached, tuple[Message, ...]]:
+    ) -> tuple[Attachment, tuple[Message, ...]]:
         """The turn that a request extends, and the messages that are rendered after it."""
         found = attach(
             conversation,
@@ -225,7 +225,7 @@ class Lineages:
             else self._thinking_policy.shown(found, conversation)
         )
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _register_plan(self, plan: Plan) -> Plan:
         self._graph.plans[plan.index] = plan
         self._graph.enter(plan)
         return plan
@@ -237,7 +237,9 @@ class Lineages:
         tree = self._graph
         numbers = range(1, count + 1)
         return tuple(
-            self._planned(another(plan, index=tree.next_index, lineage=tree.next_lineage, number=number))
+            self._register_plan(
+                choice_plan(plan, index=tree.next_index, lineage=tree.next_lineage, number=number)
+            )
             for number in numbers
         )
 
@@ -247,8 +249,8 @@ class Lineages:
         """
         turn = self._ledger.turns[index]
         return (
-            self._planned(resumed(turn, index=self._graph.next_index, total=total))
-            if self._graph.can_go_on(turn)
+            self._register_plan(resumed(turn, index=self._graph.next_index, total=total))
+            if self._graph.can_continue(turn)
             else None
         )
 
@@ -270,7 +272,7 @@ class Lineages:
         messages after it, and the text with which the prompt ends.
         """
         conversation, prefill = self._opened(conversation, hints)
-        found, new = self._attached(conversation, hints)
+        found, new = self._attach_request(conversation, hints)
         return None if found.parent is None else self._ledger.written(found.parent), new, prefill
 
     def history(self, plan: Plan) -> "array[int]":
@@ -287,11 +289,11 @@ class Lineages:
                 f"turn {turn.index} of session {self._session_id} ends, but no plan of that number is"
                 " under way"
             )
-        self._agree(plan, turn)
+        self._check_planned(plan, turn)
         del self._graph.plans[turn.index]
         self._keep(turn)
 
-    def abandon(self, plan: Plan) -> None:
+    def abandon_plan(self, plan: Plan) -> None:
         """Drop a plan that will have no turn, because its request was refused. Its numbers are not used
         again.
         """
@@ -331,7 +333,7 @@ class Lineages:
         self._note_answer(turn)
 
     def _note_answer(self, turn: Turn) -> None:
-        if attachable(turn) and turn.answer is not None:
+        if is_attachable(turn) and turn.answer is not None:
             self._paths.note_answer(turn.answer)
 
     def _fits(self, turn: Turn) -> None:
@@ -346,9 +348,9 @@ class Lineages:
                 " before_key is missing"
             )
 
-    def _classify(
-        self, found: Attached, conversation: Conversation, hints: Mapping[str, str]
-    ) -> RequestRoles:
+    def _classify_request(
+        self, found: Attachment, conversation: Conversation, hints: Mapping[str, str]
+    ) -> RequestRole:
         """The role of a request. Its own signs decide; without one it has the role of the sub-agent or the
         side call that it continues.
         """
@@ -358,24 +360,26 @@ class Lineages:
             return roles
         before = self._ledger.turns[found.before].role
         if before == "subagent":
-            return RequestRoles(
+            return RequestRole(
                 role="subagent", note=f"the request continues turn {found.before}, a sub-agent's"
             )
         if before == "auxiliary" and conversation.messages[-1].role == "tool":
-            return RequestRoles(
+            return RequestRole(
                 role="auxiliary",
-                note=f"{figures.SIDE_CALL}: the request answers the tools that turn {found.before} called",
+                note=(
+                    f"{figures.SIDE_CALL_NOTE}: the request answers the tools that turn {found.before} called"
+                ),
             )
         return roles
 
-    def _agree(self, plan: Plan, turn: Turn) -> None:
+    def _check_planned(self, plan: Plan, turn: Turn) -> None:
         planned = {
             name: getattr(plan, name)
             for name in ("parent", "kind", "lineage", "role", "request_key", "before_key")
         }
         planned["session_id"] = self._session_id
         planned["prompt_length"] = self._ledger.length(plan.parent) + len(turn.prompt_delta)
-        if turn.answer is not None and attachable(turn):
+        if turn.answer is not None and is_attachable(turn):
             planned["message_key"] = plan.after(turn.answer)
         wrong = [
             f"{name} {getattr(turn, name)!r} instead of {value!r}"
@@ -388,9 +392,9 @@ class Lineages:
 
 def _plan(
     index: int,
-    found: Attached,
-    roles: RequestRoles,
-    named: TurnName,
+    found: Attachment,
+    roles: RequestRole,
+    named: TurnLabel,
     new: tuple[Message, ...],
     request_key: str,
 ) -> Plan:

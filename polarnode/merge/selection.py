@@ -14,7 +14,7 @@ from attrs import fields, frozen
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import LeftOut, Turn, TurnRole
-from polarnode.merge.attach import CHOICE
+from polarnode.merge.attach import EXTRA_CHOICE
 from polarnode.merge.invariants import is_whole
 
 # ── settings ──────────────────────────────────────────────────────────────────────────────────────
@@ -23,7 +23,7 @@ ROLES: Final[tuple[TurnRole, ...]] = get_args(TurnRole)
 # These roles work on the task. Titles, routing and summaries are the harness's own, under prompts that no
 # evaluator judges.
 TRAINED_ROLES: Final[frozenset[TurnRole]] = frozenset(("main", "subagent"))
-SHORTEST_ROW: Final = 2  # one token of context and one sampled token
+MIN_ROW_TOKENS: Final = 2  # one token of context and one sampled token
 
 
 @frozen(kw_only=True)
@@ -46,41 +46,45 @@ class Settings:
 
 
 # The reason of a turn that is left out because a fork has it from its parent, where it is trained.
-INHERITED: Final = "inherited"
+INHERITED_REASON: Final = "inherited"
 # the name of the setting in the config that a builder gets for a fork
-INHERITED_TURNS: Final = "inherited_turns"
-_SWITCHES: Final[Mapping[str, str]] = {
+INHERITED_TURNS_SETTING: Final = "inherited_turns"
+_SWITCH_MEANINGS: Final[Mapping[str, str]] = {
     "train_superseded": "whether cut answers that the client requested again are trained",
     "train_failed": "whether what was sampled before the engine failed is trained",
     "train_cut": "whether answers that ended at their token limit are trained",
     "train_partial": "whether answers that ended because the client left or by an abort are trained",
 }
-_OLDER_WORD: Final = "train_auxiliary"
-NAMES: Final = (*(each.name for each in fields(Settings) if each.name != INHERITED_TURNS), _OLDER_WORD)
+_OLD_ROLES_SETTING: Final = "train_auxiliary"
+NAMES: Final = (
+    *(each.name for each in fields(Settings) if each.name != INHERITED_TURNS_SETTING),
+    _OLD_ROLES_SETTING,
+)
 
 
 def read_settings(config: Mapping[str, Json]) -> Settings:
     """The settings in a config. Raises Refused, with the path of the field, for an unknown name or an invalid
     value.
     """
-    unknown = [name for name in config if name not in (*NAMES, INHERITED_TURNS)]
+    unknown = [name for name in config if name not in (*NAMES, INHERITED_TURNS_SETTING)]
     if unknown:
         raise Refused(
             f"builders have no setting {unknown[0]!r}: use one of {', '.join(NAMES)}", path=_path(unknown[0])
         )
     switches = {
-        name: _switch(config, name, what, getattr(Settings(), name)) for name, what in _SWITCHES.items()
+        name: _read_switch(config, name, what, getattr(Settings(), name))
+        for name, what in _SWITCH_MEANINGS.items()
     }
-    inherited = config.get(INHERITED_TURNS, 0)
+    inherited = config.get(INHERITED_TURNS_SETTING, 0)
     return Settings(
-        train_roles=_train_roles(config),
+        train_roles=_read_train_roles(config),
         max_row_tokens=_limit(config),
         inherited_turns=inherited if isinstance(inherited, int) else 0,
         **switches,
     )
 
 
-def _switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> bool:
+def _read_switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> bool:
     value = config.get(name, default)
     if not isinstance(value, bool):
         raise Refused(f"{name} says {what}: make it true or false", path=_path(name))
@@ -89,27 +93,30 @@ def _switch(config: Mapping[str, Json], name: str, what: str, default: bool) -> 
 
 def _limit(config: Mapping[str, Json]) -> int | None:
     value = config.get("max_row_tokens")
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < SHORTEST_ROW):
+    if value is not None and (
+        not isinstance(value, int) or isinstance(value, bool) or value < MIN_ROW_TOKENS
+    ):
         raise Refused(
-            f"max_row_tokens says how many tokens a row may have: make it a whole number from {SHORTEST_ROW}",
+            f"max_row_tokens says how many tokens a row may have: make it a whole number from"
+            f" {MIN_ROW_TOKENS}",
             path=_path("max_row_tokens"),
         )
     return value
 
 
-def _train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
+def _read_train_roles(config: Mapping[str, Json]) -> frozenset[TurnRole]:
     """The roles whose turns carry loss. `train_auxiliary` is an older setting that means all roles."""
-    everything = _switch(config, _OLDER_WORD, "whether side calls are trained", default=False)
+    everything = _read_switch(config, _OLD_ROLES_SETTING, "whether side calls are trained", default=False)
     if "train_roles" not in config:
         return frozenset(ROLES) if everything else TRAINED_ROLES
     if everything:
         raise Refused(
-            "train_auxiliary and train_roles say the same: keep train_roles", path=_path(_OLDER_WORD)
+            "train_auxiliary and train_roles say the same: keep train_roles", path=_path(_OLD_ROLES_SETTING)
         )
-    return frozenset(_roles(config["train_roles"]))
+    return frozenset(_read_roles(config["train_roles"]))
 
 
-def _roles(value: Json) -> Iterator[TurnRole]:
+def _read_roles(value: Json) -> Iterator[TurnRole]:
     words = ", ".join(ROLES)
     if not isinstance(value, list):
         raise Refused(
@@ -168,7 +175,7 @@ def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelect
     settings = read_settings(config)
     by_index = {turn.index: turn for turn in turns}
     ordered = [by_index[index] for index in sorted(by_index)]
-    retried, endings = _superseded(ordered), _endings(ordered)
+    retried, endings = _superseded_turns(ordered), _answer_endings(ordered)
     reasons = {
         turn.index: _why_not(
             turn, settings, ending=endings.get(turn.index, turn), retried=turn.index in retried
@@ -191,7 +198,7 @@ def select(turns: Sequence[Turn], config: Mapping[str, Json]) -> TrainableSelect
 def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> str | None:
     """Why a turn carries no loss, or None. `ending` is the turn with which its answer ended."""
     if turn.index < settings.inherited_turns:
-        return INHERITED
+        return INHERITED_REASON
     if turn.state == "failed" and not (settings.train_failed and turn.sampled and is_whole(turn)):
         return "failed"
     if not turn.sampled:
@@ -205,7 +212,7 @@ def _why_not(turn: Turn, settings: Settings, *, ending: Turn, retried: bool) -> 
     return None if turn.role in settings.train_roles else turn.role
 
 
-def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
+def _answer_endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
     """Maps each cut turn whose answer was continued exactly at the cut to the last turn of that answer."""
     found: dict[int, Turn] = {}
     for turn in reversed(ordered):
@@ -214,14 +221,16 @@ def _endings(ordered: Sequence[Turn]) -> dict[int, Turn]:
     return found
 
 
-def _superseded(ordered: Sequence[Turn]) -> set[int]:
+def _superseded_turns(ordered: Sequence[Turn]) -> set[int]:
     """The cut turns that nothing extends and whose request a later sibling repeated with success. The agent
     continued with the sibling's answer.
 
     Another choice of the same call is not a repeated request.
     """
     living = [turn for turn in ordered if turn.state != "failed"]
-    latest = {request: turn.index for turn in living if turn.reason != CHOICE for request in _requests(turn)}
+    latest = {
+        request: turn.index for turn in living if turn.reason != EXTRA_CHOICE for request in _requests(turn)
+    }
     extended = {turn.parent for turn in living}
     cut = [turn for turn in living if turn.state == "partial" and turn.index not in extended]
     return {

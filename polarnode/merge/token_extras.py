@@ -21,16 +21,16 @@ from polarnode.core.trajectory import (
     Trace,
     Trajectory,
     Turn,
+    join_routed_experts,
+    join_top_logprobs,
     line_of,
-    routed_of_turns,
     sequence,
-    top_of_turns,
 )
 
 ExtraName = Literal["top_logprobs", "routed_experts"]
 MISSING_PREFIX: Final = "not carried: "  # A turn's note on missing extras begins with this.
 CUT: Final = "the sample was cut before its end"
-LIMIT: Final = "the session has used up the node's carried_mb"
+SIZE_LIMIT_REASON: Final = "the session has used up the node's carried_mb"
 
 
 def note(what: ExtraName, why: str) -> str:
@@ -58,7 +58,7 @@ def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
     """
     if not any(map(_extras_requested, line)):
         return RowExtras()
-    top, routed = top_of(line, trained), routed_of(line, offset=offset)
+    top, routed = row_top_logprobs(line, trained), row_routed_experts(line, offset=offset)
     missing = [
         *(_lacking("top_logprobs", _sampled(line, trained)) if top is None else ()),
         *(_lacking("routed_experts", line) if routed is None else ()),
@@ -66,16 +66,16 @@ def row_extras(line: Sequence[Turn], trained: Collection[int], *, offset: int = 
     return RowExtras(top=top, routed=routed, missing_extras=tuple(missing))
 
 
-def top_of(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
+def row_top_logprobs(line: Sequence[Turn], trained: Collection[int]) -> TopLogprobs | None:
     """The top logprobs of each trainable token of a row, in order. None if a token has none."""
-    return top_of_turns(_sampled(line, trained))
+    return join_top_logprobs(_sampled(line, trained))
 
 
-def routed_of(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
+def row_routed_experts(line: Sequence[Turn], *, offset: int = 0) -> RoutedExperts | None:
     """The experts of all positions of a row but the last. None if a position has none. A turn may supply
     positions that an earlier turn is missing.
     """
-    return routed_of_turns(offset, line)
+    return join_routed_experts(offset, line)
 
 
 def _sampled(line: Sequence[Turn], trained: Collection[int]) -> list[Turn]:
@@ -125,7 +125,7 @@ def versions_of(trace: Trace) -> tuple[tuple[str, ...], "array[int]"]:
 
 # ── logprobs of a teacher ─────────────────────────────────────────────────────────────────────────
 
-_TRAINED: Final = re.compile(rb"\x01+")
+_TRAINED_RUN: Final = re.compile(rb"\x01+")
 
 
 def row_to_score(trace: Trace, turns: Mapping[int, Turn]) -> tuple["array[int]", int]:
@@ -144,29 +144,31 @@ def row_to_score(trace: Trace, turns: Mapping[int, Turn]) -> tuple["array[int]",
     return row, max(1, trace.offset + trace.loss_mask.find(1))
 
 
-def at_trained(mask: bytes, logprobs: "array[float]", *, begin: int) -> "array[float]":
+def masked_logprobs(mask: bytes, logprobs: "array[float]", *, begin: int) -> "array[float]":
     """float32[len(mask)]: the logprob where the mask is 1, and 0 elsewhere and before `begin`. The first of
     `logprobs` is that of position `begin`.
     """
     found = floats(bytes(4 * len(mask)))
-    for run in _TRAINED.finditer(mask):
+    for run in _TRAINED_RUN.finditer(mask):
         first = max(run.start(), begin)
         found[first : run.end()] = logprobs[first - begin : run.end() - begin]
     return found
 
 
-def with_teacher(trace: Trace, begin: int, scored: "array[float] | str") -> Trace:
+def add_teacher_logprobs(trace: Trace, begin: int, scored: "array[float] | str") -> Trace:
     """The trace with its teacher's logprobs, the first of which is that of position `begin`, or with the
     reason why there are none.
     """
     if isinstance(scored, str):
         return evolve(trace, missing_extras=(*trace.missing_extras, f"teacher_logprobs: {scored}"))
-    return evolve(trace, teacher_logprobs=at_trained(trace.loss_mask, scored, begin=begin))
+    return evolve(trace, teacher_logprobs=masked_logprobs(trace.loss_mask, scored, begin=begin))
 
 
 def unscored(trajectory: Trajectory, why: str) -> Trajectory:
     """The trajectory, with the reason why no teacher scored it on each trace that has trained tokens."""
-    traces = (with_teacher(each, 0, why) if 1 in each.loss_mask else each for each in trajectory.traces)
+    traces = (
+        add_teacher_logprobs(each, 0, why) if 1 in each.loss_mask else each for each in trajectory.traces
+    )
     return evolve(trajectory, traces=tuple(traces))
 
 
@@ -210,10 +212,10 @@ def turn_extras(
         notes.append(note("top_logprobs", "the engine reported fewer tokens than it sampled"))
     if carry.routed_from is not None and routed is None:
         notes.append(note("routed_experts", CUT))
-    if size_of(rows, routed) > carry.room:
+    if extras_bytes(rows, routed) > carry.room:
         lost: tuple[ExtraName, ...] = () if rows is None else ("top_logprobs",)
         lost = lost if routed is None else (*lost, "routed_experts")
-        return TurnExtras(notes=(*notes, *(note(what, LIMIT) for what in lost)))
+        return TurnExtras(notes=(*notes, *(note(what, SIZE_LIMIT_REASON) for what in lost)))
     return TurnExtras(top=rows, routed=routed, notes=tuple(notes))
 
 
@@ -228,7 +230,7 @@ class SessionExtras:
     size: int = field(default=0, init=False)  # bytes
     without: int = field(default=0, init=False)  # the number of turns with missing extras
     # maps a turn to the number of positions, from 0 on without a gap, whose experts are known
-    _covered: dict[int, int] = field(factory=dict, init=False)
+    _covered_by_turn: dict[int, int] = field(factory=dict, init=False)
 
     def carry(self, parent: int | None) -> CallExtras:
         """The extras that a call requests that extends `parent`. Its experts begin where those of its
@@ -237,7 +239,7 @@ class SessionExtras:
         if not self._requested:
             return CallExtras()
         if self.size >= self.limit:
-            return CallExtras(notes=tuple(note(what, LIMIT) for what in self._requested))
+            return CallExtras(notes=tuple(note(what, SIZE_LIMIT_REASON) for what in self._requested))
         routed_from = self.covered(parent) if self.spec.routed_experts else None
         return CallExtras(
             top_logprobs=self.spec.top_logprobs, routed_from=routed_from, room=self.limit - self.size
@@ -245,15 +247,15 @@ class SessionExtras:
 
     def covered(self, index: int | None) -> int:
         """The number of first positions of a turn whose experts are recorded, in it or in an ancestor."""
-        return 0 if index is None else self._covered.get(index, 0)
+        return 0 if index is None else self._covered_by_turn.get(index, 0)
 
     def add(self, turn: Turn) -> None:
         """Count a turn that ended."""
         have = self.covered(turn.parent)
         if turn.routed is not None and turn.routed.start <= have:
             have = max(have, turn.routed.end)
-        self._covered[turn.index] = have
-        self.size += size_of(turn.top, turn.routed)
+        self._covered_by_turn[turn.index] = have
+        self.size += extras_bytes(turn.top, turn.routed)
         self.without += any(each.startswith(MISSING_PREFIX) for each in turn.notes)
 
     def metrics(self) -> Mapping[str, Json]:
@@ -266,6 +268,6 @@ class SessionExtras:
         return (*top, "routed_experts") if self.spec.routed_experts else top
 
 
-def size_of(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
+def extras_bytes(top: TopLogprobs | None, routed: RoutedExperts | None) -> int:
     """The bytes of both extras together."""
     return (0 if top is None else top.size) + (0 if routed is None else len(routed.data))

@@ -4,7 +4,7 @@ of turns.
 `read_call` reads one line of JSON; a fault is one sentence with line and field. A call that it returns is
 whole: as many logprobs as sampled ids, every number in range.
 
-In `Forest` a call extends the turn whose prompt and sample form the longest exact prefix of the call's
+In `TurnForest` a call extends the turn whose prompt and sample form the longest exact prefix of the call's
 prompt. Candidates are found by a hash at the lengths at which turns end, and proven by comparing memory, in
 time linear in the prompt. Ids lie in lines: a call that extends the last turn of a line is appended to the
 line, and any other call begins a new line, so lines are the future rows. Keep this free of recursion, of a
@@ -36,7 +36,7 @@ from polarnode.merge.invariants import check
 # ── recorded calls ────────────────────────────────────────────────────────────────────────────────
 
 Name = str | int | float
-LARGEST_ID: Final = 2**31 - 1
+MAX_TOKEN_ID: Final = 2**31 - 1
 
 
 @frozen(kw_only=True)
@@ -89,7 +89,7 @@ def _call(fields: dict[str, Any], line: int, *, maybe_bool: bool) -> RecordedCal
     )
 
 
-def _required(fields: dict[str, Any], field: str) -> Any:
+def _required_field(fields: dict[str, Any], field: str) -> Any:
     if field not in fields:
         raise Refused(
             f"{field} is missing: a call has session_id, turn_id, prompt_ids, sampled_ids and logprobs"
@@ -98,7 +98,7 @@ def _required(fields: dict[str, Any], field: str) -> Any:
 
 
 def _name(fields: dict[str, Any], field: str, *types: type) -> Any:
-    value = _required(fields, field)
+    value = _required_field(fields, field)
     if type(value) not in types or value == "":
         raise Refused(
             f"{field} is {_shown(value)}: give a"
@@ -120,18 +120,22 @@ def _ids(fields: dict[str, Any], field: str, *, maybe_bool: bool) -> "array[int]
     try:
         found = ids(values)
     except (TypeError, OverflowError):
-        raise Refused(_which_id(field, values)) from None
+        raise Refused(_wrong_id_text(field, values)) from None
     negative = bool(found) and int(numpy.frombuffer(found, dtype=numpy.int32).min()) < 0
     if negative or (maybe_bool and _has_bool(values)):
-        raise Refused(_which_id(field, values))
+        raise Refused(_wrong_id_text(field, values))
     return found
 
 
-def _which_id(field: str, values: list[Any]) -> str:
+def _wrong_id_text(field: str, values: list[Any]) -> str:
     place = next(
-        place for place, value in enumerate(values) if type(value) is not int or not 0 <= value <= LARGEST_ID
+        place
+        for place, value in enumerate(values)
+        if type(value) is not int or not 0 <= value <= MAX_TOKEN_ID
     )
-    return f"{field}[{place}] is {_shown(values[place])}: a token id is a whole number from 0 to {LARGEST_ID}"
+    return (
+        f"{field}[{place}] is {_shown(values[place])}: a token id is a whole number from 0 to {MAX_TOKEN_ID}"
+    )
 
 
 def _logprobs(fields: dict[str, Any], sampled: int, *, maybe_bool: bool) -> "array[float]":
@@ -144,13 +148,13 @@ def _logprobs(fields: dict[str, Any], sampled: int, *, maybe_bool: bool) -> "arr
     try:
         found = floats(values)
     except TypeError:
-        raise Refused(_which_logprob(values)) from None
+        raise Refused(_wrong_logprob_text(values)) from None
     if not isfinite(sum(found)) or (maybe_bool and _has_bool(values)):
-        raise Refused(_which_logprob(values))
+        raise Refused(_wrong_logprob_text(values))
     return found
 
 
-def _which_logprob(values: list[Any]) -> str:
+def _wrong_logprob_text(values: list[Any]) -> str:
     place = next(
         place
         for place, value in enumerate(values)
@@ -160,7 +164,7 @@ def _which_logprob(values: list[Any]) -> str:
 
 
 def _list(fields: dict[str, Any], field: str, of: str) -> list[Any]:
-    values = _required(fields, field)
+    values = _required_field(fields, field)
     if not isinstance(values, list):
         raise Refused(f"{field} is {_shown(values)}: give a list of {of}")
     return values
@@ -187,25 +191,25 @@ def _shown(value: Any) -> str:
 # What a call did to the rows. It continued one (none), or it began one: as the first call of its session
 # (first), because it repeats a prompt (retry), or because its prompt does not contain the previous reply
 # (broken).
-Began = Literal["none", "first", "retry", "broken"]
+RowStart = Literal["none", "first", "retry", "broken"]
 
 _NO_SAMPLING: Final = Sampling()
-_UNCOUNTED: Final = Usage()
+_NO_USAGE: Final = Usage()
 Words = numpy.ndarray[Any, numpy.dtype[numpy.uint64]]
 
 
 @define(eq=False)
-class Hasher:
+class PrefixHasher:
     """Computes the hashes of all prefixes of some ids in one pass. All sessions share it. The hashes have 64
     bits.
     """
 
-    _weights: Words = field(factory=lambda: _mixed(1024))
+    _weights: Words = field(factory=lambda: _hash_weights(1024))
 
     def of(self, text: "array[int]") -> Words:
         """uint64[len + 1]: entry n is the hash of the first n ids."""
         if len(text) > len(self._weights):
-            self._weights = _mixed(2 * len(text))
+            self._weights = _hash_weights(2 * len(text))
         found = numpy.zeros(len(text) + 1, dtype=numpy.uint64)
         numpy.cumsum(
             (numpy.frombuffer(text, dtype=numpy.int32).astype(numpy.uint64) + _ONE)
@@ -218,7 +222,7 @@ class Hasher:
 _ONE: Final = numpy.uint64(1)
 
 
-def _mixed(count: int) -> Words:
+def _hash_weights(count: int) -> Words:
     """splitmix64 of 0, 1, 2 …, made odd so that no difference between two ids vanishes."""
     z = numpy.arange(1, count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
@@ -227,13 +231,13 @@ def _mixed(count: int) -> Words:
 
 
 @define(eq=False)
-class _Line:
+class _IdLine:
     """Consecutive ids, the first at position `start`. The ids before `start` are those of the line
     `before`.
     """
 
     number: int
-    before: "_Line | None"
+    before: "_IdLine | None"
     start: int
     tokens: "array[int]"
 
@@ -243,7 +247,7 @@ class _Line:
 
     def begins(self, text: bytes, end: int) -> bool:
         """Whether the ids up to `end` are a prefix of `text`."""
-        line: _Line | None = self
+        line: _IdLine | None = self
         while line is not None:
             with memoryview(line.tokens) as held, held[: end - line.start] as part:
                 if not text.startswith(part, 4 * line.start):
@@ -254,7 +258,7 @@ class _Line:
 
 
 @frozen(kw_only=True)
-class _Placed:
+class _PlacedCall:
     """A call, and where its ids lie in its line: the new ids from `start` on, the sample from `prompt_length`
     to `end`.
     """
@@ -263,7 +267,7 @@ class _Placed:
     turn_id: Name
     parent: int | None
     kind: TurnKind
-    line: _Line
+    line: _IdLine
     start: int
     prompt_length: int
     end: int
@@ -272,22 +276,26 @@ class _Placed:
 
 
 @define(eq=False)
-class Forest:
+class TurnForest:
     """One session's calls, in the order they came."""
 
-    hasher: Hasher
-    _placed: list[_Placed] = field(factory=list)
+    hasher: PrefixHasher
+    _placed: list[_PlacedCall] = field(factory=list)
     _lines: int = 0
-    _lengths: "array[int]" = field(factory=ids)  # the lengths at which turns end, ascending, each once
-    _ends: dict[int, list[_Placed]] = field(factory=dict)  # turns by the key of their text, the latest last
-    _prompts: dict[int, _Placed] = field(factory=dict)  # the first turn with each prompt, by the prompt's key
+    _end_lengths: "array[int]" = field(factory=ids)  # the lengths at which turns end, ascending, each once
+    _ends: dict[int, list[_PlacedCall]] = field(
+        factory=dict
+    )  # turns by the key of their text, the latest last
+    _prompts: dict[int, _PlacedCall] = field(
+        factory=dict
+    )  # the first turn with each prompt, by the prompt's key
 
     @property
     def turn_ids(self) -> list[Name]:
         """The calls' own names, by turn index."""
         return [placed.turn_id for placed in self._placed]
 
-    def add(self, call: RecordedCall) -> Began:
+    def add(self, call: RecordedCall) -> RowStart:
         """Add a call that sampled something. O(ids of the call)."""
         whole = call.prompt + call.sampled
         text, hashes, length = whole.tobytes(), self.hasher.of(whole), len(call.prompt)
@@ -296,7 +304,7 @@ class Forest:
         goes_on = parent is not None and parent.end == parent.line.end
         prompt_key, before = _key(length, int(hashes[length])), parent.line if parent is not None else None
         began = "none" if goes_on else self._why(prompt_key, text, length)
-        placed = _Placed(
+        placed = _PlacedCall(
             index=len(self._placed),
             turn_id=call.turn_id,
             parent=None if parent is None else parent.index,
@@ -312,11 +320,11 @@ class Forest:
         self._keep(placed, prompt_key, _key(len(whole), int(hashes[-1])))
         return began
 
-    def _extended(self, text: bytes, hashes: Words, length: int) -> _Placed | None:
+    def _extended(self, text: bytes, hashes: Words, length: int) -> _PlacedCall | None:
         """The turn that a prompt of this length extends: the longest that fits. O(length), because turns end
         at no more than that many lengths.
         """
-        lengths = self._lengths[: bisect_right(self._lengths, length)]
+        lengths = self._end_lengths[: bisect_right(self._end_lengths, length)]
         found: list[int] = hashes[numpy.frombuffer(lengths, dtype=numpy.int32)].tolist() if lengths else []
         for end, hashed in zip(reversed(lengths), reversed(found), strict=True):
             twins = self._ends.get(_key(end, hashed))
@@ -326,23 +334,23 @@ class Forest:
                 return twins.pop() if len(twins) > 1 else twins[0]
         return None
 
-    def _why(self, prompt_key: int, text: bytes, length: int) -> Began:
+    def _why(self, prompt_key: int, text: bytes, length: int) -> RowStart:
         """Why a row begins with this call."""
         if not self._placed:
             return "first"
         first = self._prompts.get(prompt_key)
         return "retry" if first is not None and first.line.begins(text, length) else "broken"
 
-    def _begin(self, before: _Line | None, start: int) -> _Line:
+    def _begin(self, before: _IdLine | None, start: int) -> _IdLine:
         self._lines += 1
-        return _Line(number=self._lines - 1, before=before, start=start, tokens=ids())
+        return _IdLine(number=self._lines - 1, before=before, start=start, tokens=ids())
 
-    def _keep(self, placed: _Placed, prompt_key: int, end_key: int) -> None:
+    def _keep(self, placed: _PlacedCall, prompt_key: int, end_key: int) -> None:
         self._placed.append(placed)
         self._prompts.setdefault(prompt_key, placed)
-        place = bisect_right(self._lengths, placed.end)
-        if not place or self._lengths[place - 1] != placed.end:
-            self._lengths.insert(place, placed.end)
+        place = bisect_right(self._end_lengths, placed.end)
+        if not place or self._end_lengths[place - 1] != placed.end:
+            self._end_lengths.insert(place, placed.end)
         # If two texts share length and hash, the later one is found first and rejected by the comparison.
         # That costs a row and violates no invariant.
         self._ends.setdefault(end_key, []).append(placed)
@@ -369,7 +377,7 @@ class Forest:
                 ),
                 asked=_NO_SAMPLING,
                 used=_NO_SAMPLING,
-                usage=_UNCOUNTED,
+                usage=_NO_USAGE,
             )
 
 
@@ -399,7 +407,7 @@ class Counts:
     empty: int = 0
     bad: int = 0
 
-    def note(self, began: Began) -> None:
+    def note(self, began: RowStart) -> None:
         """Count why a row began, if one began."""
         match began:
             case "first":
@@ -416,7 +424,7 @@ class Counts:
 class _Session:
     """One session's calls, and the input line of each turn."""
 
-    forest: Forest
+    forest: TurnForest
     lines: dict[Name, int] = field(factory=dict)
 
 
@@ -425,7 +433,7 @@ class Sessions:
     """Reads the input line by line, and yields the rows after the last line."""
 
     counts: Counts = field(factory=Counts)
-    _hasher: Hasher = field(factory=Hasher)
+    _hasher: PrefixHasher = field(factory=PrefixHasher)
     _open: dict[str | int, _Session] = field(factory=dict)
 
     def take(self, text: bytes, line: int) -> str | None:
@@ -442,7 +450,7 @@ class Sessions:
 
     def _add(self, call: RecordedCall) -> None:
         existing = self._open.get(call.session_id)
-        session = _Session(forest=Forest(self._hasher)) if existing is None else existing
+        session = _Session(forest=TurnForest(self._hasher)) if existing is None else existing
         earlier = session.lines.setdefault(call.turn_id, call.line)
         if earlier != call.line:
             sentence = (
@@ -469,7 +477,7 @@ class Sessions:
             session_id = next(iter(self._open))
             yield from self._rows_of(session_id, self._open.pop(session_id).forest)
 
-    def _rows_of(self, session_id: str | int, forest: Forest) -> Iterator[bytes]:
+    def _rows_of(self, session_id: str | int, forest: TurnForest) -> Iterator[bytes]:
         turns, names = list(forest.turns(str(session_id))), forest.turn_ids
         built = prefix_merging(turns, _NO_CONFIG, most_tokens=None)
         counted = check(turns, built)

@@ -29,7 +29,7 @@ from polarnode.core.trajectory import (
 from polarnode.merge.builders import build
 from polarnode.merge.figures import lineage_figures
 from polarnode.merge.invariants import check, check_lengths
-from polarnode.merge.selection import INHERITED, read_settings
+from polarnode.merge.selection import INHERITED_REASON, read_settings
 
 
 @frozen(kw_only=True)
@@ -51,7 +51,7 @@ class Identity:
     # set for a session that continues with an earlier attempt's turns
     continued_from: ContinuedFrom | None = None
 
-    def began_with(self, turns: Sequence[Turn]) -> ForkedFrom | None:
+    def inherited_fork(self, turns: Sequence[Turn]) -> ForkedFrom | None:
         """What the session inherited, given the turns with which it ended. None if it is no fork."""
         fork = self.forked_from
         if fork is None:
@@ -61,7 +61,7 @@ class Identity:
         return evolve(fork, got=got, differs=fork.differs or (over if got < fork.turn else None))
 
 
-def asked_fork(spec: TaskSpec | None) -> ForkedFrom | None:
+def requested_fork(spec: TaskSpec | None) -> ForkedFrom | None:
     """What a session of this task may inherit when it begins. None if it is no fork."""
     fork = None if spec is None else spec.fork
     if fork is None:
@@ -94,13 +94,13 @@ def assemble(
     the record.
     """
     if damaged:
-        rooted = _rooted(turns)
+        rooted = _rooted_turns(turns)
         whole = assemble(identity, spec, rooted, result, allowed_imports=allowed_imports)
         return without_damaged(whole, turns, damaged)
     whose = InvariantViolated if spec.builder.import_path is None else Refused
     try:
         with boundary(whose, f"the builder {spec.builder.import_path or spec.builder.name!r} made no traces"):
-            inherited = _inherited(identity, turns)
+            inherited = _inherited_count(identity, turns)
             built = build(spec.builder, turns, inherited=inherited, allowed_imports=allowed_imports)
             counts = _counts(spec.builder, turns, built, inherited)
             return _trajectory(identity, spec, turns, result, built=built, counts=counts)
@@ -109,7 +109,7 @@ def assemble(
         return without_traces(identity, spec, turns, evolve(result, outcome=outcome))
 
 
-def _rooted(turns: Sequence[Turn]) -> list[Turn]:
+def _rooted_turns(turns: Sequence[Turn]) -> list[Turn]:
     """The turns of which all ancestors are there."""
     found: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.index):
@@ -123,15 +123,16 @@ def without_traces(identity: Identity, spec: TaskSpec, turns: Sequence[Turn], re
     names.
     """
     reason = result.outcome.boundary or result.outcome.status
-    inherited = _inherited(identity, turns)
+    inherited = _inherited_count(identity, turns)
     left_out = tuple(
-        LeftOut(turn=turn.index, reason=INHERITED if turn.index < inherited else reason) for turn in turns
+        LeftOut(turn=turn.index, reason=INHERITED_REASON if turn.index < inherited else reason)
+        for turn in turns
     )
     return _trajectory(identity, spec, turns, result, built=Built(traces=(), left_out=left_out), counts={})
 
 
-def _inherited(identity: Identity, turns: Sequence[Turn]) -> int:
-    began = identity.began_with(turns)
+def _inherited_count(identity: Identity, turns: Sequence[Turn]) -> int:
+    began = identity.inherited_fork(turns)
     return 0 if began is None else began.got
 
 
@@ -157,7 +158,7 @@ def _trajectory(
     built: Built,
     counts: Mapping[str, Json],
 ) -> Trajectory:
-    verdict, inherited = result.verdict, _inherited(identity, turns)
+    verdict, inherited = result.verdict, _inherited_count(identity, turns)
     evaluation: dict[str, Json] = (
         {"evaluation": dict(verdict.metrics)} if verdict is not None and verdict.metrics else {}
     )
@@ -189,7 +190,7 @@ def _trajectory(
         metadata=spec.metadata,
         attempt=identity.attempt,
         retried_as=result.retried_as,
-        forked_from=identity.began_with(turns),
+        forked_from=identity.inherited_fork(turns),
         continued_from=identity.continued_from,
     )
 

@@ -12,23 +12,23 @@ from attrs import define, field, frozen
 
 from polarnode.core.conversation import Conversation
 from polarnode.core.trajectory import Turn, TurnKind
-from polarnode.merge.attach import CHOICE, RESUMED, THINKING_TEMPLATE, Attached, Plan
+from polarnode.merge.attach import EXTRA_CHOICE, RESUMED, THINKING_TEMPLATE, Attachment, Plan
 from polarnode.merge.ledger import Ledger
 from polarnode.merge.roles import PathIndex
 
 # Every reason that a turn may have. The set is fixed, because reports and metrics count by it.
 REASONS: Final = frozenset(
     (
-        # These are the reasons of roots, from `PathIndex.why_root`.
+        # These are the reasons of roots, from `PathIndex.root_reason`.
         *("first", "compaction", "tools", "thinking", "system", "rewrite", "conversation"),
         *("appended", "sibling", "volatile", "cut_answer", "same_request", "same_path"),
-        *(THINKING_TEMPLATE, RESUMED, CHOICE),
+        *(THINKING_TEMPLATE, RESUMED, EXTRA_CHOICE),
     )
 )
 
 
 @frozen(kw_only=True)
-class TurnName:
+class TurnLabel:
     """The kind, reason and lineage of a plan."""
 
     kind: TurnKind
@@ -64,14 +64,14 @@ class TurnGraph:
         return (self._request(index) for index in sorted(self.plans.keys() | self.ledger.turns.keys()))
 
     def name(
-        self, found: Attached, conversation: Conversation, request_key: str, paths: PathIndex
-    ) -> TurnName:
+        self, found: Attachment, conversation: Conversation, request_key: str, paths: PathIndex
+    ) -> TurnLabel:
         """The kind, reason and lineage of the next request, which attaches as `found` says."""
         again = self._again(found, request_key)
         if again is not None:
             return again
         if found.follows is not None and self._is_last(found.follows):
-            return TurnName(
+            return TurnLabel(
                 kind="branch", reason="volatile", lineage=self.ledger.turns[found.follows].lineage
             )
         if found.rerendered is not None:
@@ -80,50 +80,50 @@ class TurnGraph:
                 if self._is_last(found.rerendered)
                 else self.next_lineage
             )
-            return TurnName(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
+            return TurnLabel(kind="branch", reason=THINKING_TEMPLATE, lineage=lineage)
         if found.parent is None:
-            return TurnName(
+            return TurnLabel(
                 kind="root",
-                reason=paths.why_root(found.path, conversation.messages),
+                reason=paths.root_reason(found.path, conversation.messages),
                 lineage=self.next_lineage,
             )
-        return self._under(found.parent, found, conversation)
+        return self._label_extension(found.parent, found, conversation)
 
-    def can_go_on(self, turn: Turn) -> bool:
+    def can_continue(self, turn: Turn) -> bool:
         """Whether a cut turn can be continued: it has tokens and room for more, and nothing else continued
         it.
         """
         room = turn.used.max_tokens is None or len(turn.sampled) < turn.used.max_tokens
         untouched = all(
             child in self.ledger.turns and not self.ledger.turns[child].sampled
-            for child in self._living(turn.index)
+            for child in self._live_children(turn.index)
         )
         return turn.state == "partial" and bool(turn.sampled) and room and untouched
 
-    def _under(self, parent: int, found: Attached, conversation: Conversation) -> TurnName:
-        taken = bool(self._living(parent))
+    def _label_extension(self, parent: int, found: Attachment, conversation: Conversation) -> TurnLabel:
+        taken = bool(self._live_children(parent))
         lineage = self.next_lineage if taken else self.ledger.turns[parent].lineage
         new = conversation.messages[found.matched :]
         if not new:
-            return TurnName(kind="continue", reason="cut_answer", lineage=lineage)
+            return TurnLabel(kind="continue", reason="cut_answer", lineage=lineage)
         if taken and any(message.role == "assistant" for message in new):
-            return TurnName(kind="branch", reason="rewrite", lineage=lineage)
+            return TurnLabel(kind="branch", reason="rewrite", lineage=lineage)
         return (
-            TurnName(kind="branch", reason="sibling", lineage=lineage)
+            TurnLabel(kind="branch", reason="sibling", lineage=lineage)
             if taken
-            else TurnName(kind="extend", reason="appended", lineage=lineage)
+            else TurnLabel(kind="extend", reason="appended", lineage=lineage)
         )
 
-    def _again(self, found: Attached, request_key: str) -> TurnName | None:
+    def _again(self, found: Attachment, request_key: str) -> TurnLabel | None:
         """The name of a retry, if this request retries a turn: one with the same body, or one with the same
         path that failed or has not ended. Else None.
         """
         for index in reversed(self._children.get(found.parent, [])):
             earlier = self._request(index)
             same_body = bool(request_key) and earlier.request_key == request_key
-            if same_body or (earlier.before_key == found.path.text and not self._complete(index)):
-                lineage = earlier.lineage if self._replaceable(index) else self.next_lineage
-                return TurnName(
+            if same_body or (earlier.before_key == found.path.text and not self._ended_normally(index)):
+                lineage = earlier.lineage if self._is_replaceable(index) else self.next_lineage
+                return TurnLabel(
                     kind="retry", reason="same_request" if same_body else "same_path", lineage=lineage
                 )
         return None
@@ -140,20 +140,22 @@ class TurnGraph:
     def _request(self, index: int) -> Plan | Turn:
         return self.plans.get(index) or self.ledger.turns[index]
 
-    def _complete(self, index: int) -> bool:
+    def _ended_normally(self, index: int) -> bool:
         """Whether a turn, or a turn that resumed it, ended normally."""
         turns = self.ledger.turns
         while index in turns and turns[index].state != "complete":
             index = next(
-                (child for child in self._living(index) if self._request(child).reason == RESUMED), -1
+                (child for child in self._live_children(index) if self._request(child).reason == RESUMED), -1
             )
         return index in turns
 
-    def _replaceable(self, index: int) -> bool:
+    def _is_replaceable(self, index: int) -> bool:
         """Whether a retry replaces this turn: it ended abnormally and nothing extends it."""
-        return index in self.ledger.turns and not self._complete(index) and not self._living(index)
+        return (
+            index in self.ledger.turns and not self._ended_normally(index) and not self._live_children(index)
+        )
 
-    def _living(self, parent: int) -> list[int]:
+    def _live_children(self, parent: int) -> list[int]:
         """The turns that extend this one, or still may. Turns that the engine failed extend nothing."""
         turns = self.ledger.turns
         return [

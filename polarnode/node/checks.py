@@ -1,8 +1,8 @@
-"""What must hold on this machine before any part of a node starts: `polarnode doctor` shows it, and every
-start asks for it first.
+"""The requirements that this machine must meet before any part of a node starts. `polarnode doctor` shows
+them, and every start checks them first.
 
-Each check is a finding. All take about a second; no engine and no container is started, no model is loaded.
-Invariant: a finding is not ok only if a node would not start with these settings.
+Each check gives findings. All checks take about a second; no engine and no container is started, and no model
+is loaded. Invariant: a finding is not ok only if a node would not start with these settings.
 """
 
 import importlib.metadata
@@ -23,8 +23,8 @@ from pathlib import Path
 import trio
 from attrs import evolve
 
-from polarnode.containers.probe import Finding, probe
-from polarnode.containers.recipes import Recipes, default_runtimes_dir, read_recipes
+from polarnode.containers.probe import MachineFinding, probe
+from polarnode.containers.recipes import ImageRecipes, default_runtimes_dir, read_recipes
 from polarnode.core.codec.limits import address
 from polarnode.core.errors import ConfigError, EngineError
 from polarnode.engine.checkpoints import CONFIG, TENSORS
@@ -34,19 +34,19 @@ from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.node.node import captures_certificate, captures_listener, control_certificate
 from polarnode.node.settings import engine_settings, store_dir
 
-HANDSHAKE_STEPS = 3  # of each side: hello, keys, finished
-RENEWAL_DAYS = 14  # left of a certificate: those of 90 days are renewed when 30 are
-NVIDIA_SMI_S = 10.0  # seconds; it answers in one, and hangs with a broken driver
+HANDSHAKE_STEPS = 3  # steps of each side: hello, keys, finished
+RENEWAL_DAYS = 14  # a certificate should have more days left: those of 90 days are renewed with 30 left
+NVIDIA_SMI_S = 10.0  # seconds; nvidia-smi answers in one, and hangs with a broken driver
 DEVICES = Path("/dev")
-ARGUMENTS_S = 120.0  # seconds; SGLang's import takes 5 on an idle machine
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # of a model: Qwen/Qwen3-8B
+ARGUMENTS_TIMEOUT_S = 120.0  # seconds; SGLang's import takes 5 on an idle machine
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # a model's id on a hub, as Qwen/Qwen3-8B
 
 # ── together ──────────────────────────────────────────────────────────────────
 
 
 def refuse_unfit(config: NodeConfig, *, tasks: bool = False) -> None:
-    """Raise ConfigError with a sentence for each reason why a node cannot start here with these settings, or
-    cannot run the `tasks` of this command.
+    """Raise ConfigError with a sentence for each reason why a node cannot start here with these settings.
+    With `tasks` it must also be able to run tasks.
     """
     if tasks and not config.containers:
         raise ConfigError("--no-containers takes captures alone: leave it out to run tasks")
@@ -56,39 +56,41 @@ def refuse_unfit(config: NodeConfig, *, tasks: bool = False) -> None:
     captures_listener(config).close()
 
 
-def requirements(config: NodeConfig) -> Iterator[Finding]:
-    """All of them, quick ones first. A model that can be looked at has no finding of its own here."""
+def requirements(config: NodeConfig) -> Iterator[MachineFinding]:
+    """The findings of all checks, quick ones first. A model without a fault has no finding here."""
     if config.runs_tasks:
         yield from trio.run(probe, store_dir(config), config.limits).findings
-        yield recipes(config)
+        yield check_recipes(config)
     elif config.engine == "none":
-        yield Finding(name="engine", ok=True, what="none: other nodes of the log run the sessions")
+        yield MachineFinding(name="engine", ok=True, what="none: other nodes of the log run the sessions")
     else:
-        yield Finding(name="containers", ok=True, what="none: captures alone are taken")
+        yield MachineFinding(name="containers", ok=True, what="none: captures alone are taken")
     if has_own_engine(config):
-        yield sglang(config)
-        yield gpus(config, os.environ)
+        yield check_sglang(config)
+        yield check_gpus(config, os.environ)
         if config.engine_args and not RESERVED.keys() & config.engine_args.keys():
-            yield engine_arguments(config, os.environ)
-    yield from checkpoint(config)
-    yield from adapters(config)
-    yield from recorded_requests(config)
-    yield from control_plane(config)
-    yield from captures(config)
+            yield check_engine_arguments(config, os.environ)
+    yield from check_checkpoint(config)
+    yield from check_adapters(config)
+    yield from check_recorded_requests(config)
+    yield from check_control_plane(config)
+    yield from check_captures(config)
 
 
 def has_own_engine(config: NodeConfig) -> bool:
-    """Whether an SGLang of the node's own runs, for the policy or for a teacher."""
+    """Whether the node runs an SGLang of its own, for the policy or for a teacher."""
     return "sglang" in (config.engine, *(each.engine for each in config.teachers.values()))
 
 
 # ── engine ────────────────────────────────────────────────────────────────────
 
 
-def sglang(config: NodeConfig) -> Finding:
-    """The engine's package. It is looked up but not imported, as in the node's process."""
+def check_sglang(config: NodeConfig) -> MachineFinding:
+    """Check the engine's package. It is looked up and not imported, because the node's process does not
+    either.
+    """
     if importlib.util.find_spec("sglang") is None:
-        return Finding(
+        return MachineFinding(
             name="sglang",
             ok=False,
             what="not installed",
@@ -97,26 +99,26 @@ def sglang(config: NodeConfig) -> Finding:
         )
     version = importlib.metadata.version("sglang")
     if importlib.util.find_spec("sgl_kernel") is not None:
-        return Finding(name="sglang", ok=True, what=f"{version}, full: serves on GPUs")
+        return MachineFinding(name="sglang", ok=True, what=f"{version}, full: serves on GPUs")
     wanted = bool(wanted_gpus(config))
     remedy = "pip install 'polarnode[gpu]' (about 4 GB), or use --cpu" if wanted else ""
-    return Finding(
+    return MachineFinding(
         name="sglang", ok=not wanted, what=f"{version}, slim: serves with --cpu only", remedy=remedy
     )
 
 
 def wanted_gpus(config: NodeConfig) -> tuple[int, ...]:
-    """The GPUs that engines of the node's own run on, in order."""
+    """The GPUs on which the node's own engines run, in order."""
     owners: list[NodeConfig | TeacherConfig] = [config, *config.teachers.values()]
     return tuple(sorted({gpu for each in owners if each.engine == "sglang" for gpu in each.gpus}))
 
 
-def gpus(config: NodeConfig, environment: Mapping[str, str]) -> Finding:
-    """The GPUs that this process may use and those the config names. Having none is ok if none are named."""
+def check_gpus(config: NodeConfig, environment: Mapping[str, str]) -> MachineFinding:
+    """Check that this process may use the GPUs that the config names. No GPU is ok if none is named."""
     try:
         count = _count_gpus()
     except subprocess.TimeoutExpired:
-        return Finding(
+        return MachineFinding(
             name="gpus",
             ok=False,
             what="nvidia-smi does not answer",
@@ -124,7 +126,7 @@ def gpus(config: NodeConfig, environment: Mapping[str, str]) -> Finding:
         )
     visible = [each for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     if visible and count:
-        count = len(visible)  # --gpus counts among them, as CUDA does
+        count = len(visible)  # --gpus numbers only these, as CUDA does
     found = f"{count} found" + (f" (CUDA_VISIBLE_DEVICES={','.join(visible)})" if visible else "")
     missing = [number for number in wanted_gpus(config) if number >= count]
     if missing:
@@ -134,14 +136,16 @@ def gpus(config: NodeConfig, environment: Mapping[str, str]) -> Finding:
             if count
             else "use --cpu, or install the driver: nvidia-smi -L must list the GPUs"
         )
-        return Finding(name="gpus", ok=False, what=f"{found}, but not GPU {named}", remedy=remedy)
-    return Finding(
+        return MachineFinding(name="gpus", ok=False, what=f"{found}, but not GPU {named}", remedy=remedy)
+    return MachineFinding(
         name="gpus", ok=True, what=f"{count}: use --gpus 0-{count - 1}" if count else "none: use --cpu"
     )
 
 
 def _count_gpus() -> int:
-    """GPUs that nvidia-smi lists. A container may lack that program: then the devices in it are counted."""
+    """Count the GPUs that nvidia-smi lists. A container may lack that program; its devices are counted
+    then.
+    """
     if shutil.which("nvidia-smi") is None:
         return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir(DEVICES))
     asked = subprocess.run(
@@ -150,8 +154,8 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
 
 
-def engine_arguments(config: NodeConfig, environment: Mapping[str, str]) -> Finding:
-    """Whether this SGLang has the arguments of `engine_args` with these values: another process asks it."""
+def check_engine_arguments(config: NodeConfig, environment: Mapping[str, str]) -> MachineFinding:
+    """Check in another process that this SGLang takes the arguments of `engine_args` with these values."""
     names, remedy = ", ".join(config.engine_args), "see docs/engines.md#arguments-of-sglang"
     platform = "polarnode_cpu" if config.cpu else ""
     try:
@@ -161,26 +165,26 @@ def engine_arguments(config: NodeConfig, environment: Mapping[str, str]) -> Find
             env={**environment, "SGLANG_PLATFORM": platform},
             capture_output=True,
             text=True,
-            timeout=ARGUMENTS_S,
+            timeout=ARGUMENTS_TIMEOUT_S,
             check=True,
         )
         faults = json.loads(asked.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         last = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
         what = f"SGLang cannot be asked for its arguments: {last}"
-        return Finding(name="engine arguments", ok=False, what=what, remedy="see the finding sglang")
+        return MachineFinding(name="engine arguments", ok=False, what=what, remedy="see the finding sglang")
     if faults:
-        return Finding(name="engine arguments", ok=False, what="; ".join(faults), remedy=remedy)
-    return Finding(name="engine arguments", ok=True, what=f"{names}: as SGLang has them")
+        return MachineFinding(name="engine arguments", ok=False, what="; ".join(faults), remedy=remedy)
+    return MachineFinding(name="engine arguments", ok=True, what=f"{names}: as SGLang has them")
 
 
-def checkpoint(config: NodeConfig) -> Iterator[Finding]:
-    """What is wrong with the model's folder, or with settings of the engine for this model. Its tokenizer and
-    template are looked at when it is loaded.
+def check_checkpoint(config: NodeConfig) -> Iterator[MachineFinding]:
+    """Findings for faults of the model's folder, and of the engine's settings for this model. Its tokenizer
+    and template are checked when it is loaded.
     """
     folder, name = Path(config.model), config.model
     if config.engine_urls and name == str(TINY_MODEL):
-        return  # the servers are asked for theirs
+        return  # the node asks the servers for their model
     if not (folder / "config.json").is_file():
         remedy = "name a folder with a Hugging Face checkpoint, or leave --model out for the embedded model"
         what = (
@@ -192,17 +196,17 @@ def checkpoint(config: NodeConfig) -> Iterator[Finding]:
             there = f"/models/{folder.name}"
             what = f"--model {name}: a folder is needed, for models are not fetched from a hub"
             remedy = f"hf download {name} --local-dir {there}, then --model {there}"
-        yield Finding(name="model", ok=False, what=what, remedy=remedy)
+        yield MachineFinding(name="model", ok=False, what=what, remedy=remedy)
     elif config.engine == "sglang" and (config.cpu or config.gpus):
         try:
             check(engine_settings(config, Path(config.state_dir), None))
         except (ConfigError, EngineError) as error:
-            yield Finding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md")
+            yield MachineFinding(name="engine", ok=False, what=str(error), remedy="see docs/engines.md")
 
 
-def adapters(config: NodeConfig) -> Iterator[Finding]:
-    """The folders of adapters that are served from the start. Whether their content fits is seen when an
-    engine loads them.
+def check_adapters(config: NodeConfig) -> Iterator[MachineFinding]:
+    """Findings for missing files of adapters that are served from the start. Whether their content fits is
+    seen when an engine loads them.
     """
     for name, folder in config.adapters.items():
         paths = (Path(folder) / file for file in (CONFIG, TENSORS))
@@ -210,23 +214,23 @@ def adapters(config: NodeConfig) -> Iterator[Finding]:
         if missing is not None:
             what = f"adapters.{name}: there is no {missing}"
             remedy = "name a folder that PEFT's save_pretrained wrote, with safetensors"
-            yield Finding(name="adapters", ok=False, what=what, remedy=remedy)
+            yield MachineFinding(name="adapters", ok=False, what=what, remedy=remedy)
 
 
 # ── containers ────────────────────────────────────────────────────────────────
 
 
-def recipes(config: NodeConfig) -> Finding:
-    """The recipes of runtimes that harnesses run in."""
+def check_recipes(config: NodeConfig) -> MachineFinding:
+    """Check the recipes of the runtimes that harnesses run in."""
     try:
         folder = Path(config.runtimes_dir) if config.runtimes_dir else default_runtimes_dir()
-        return Finding(
+        return MachineFinding(
             name="runtimes",
             ok=True,
-            what=f"{_carried(read_recipes(folder, base=config.base_image))} in {folder}",
+            what=f"{_describe_recipes(read_recipes(folder, base=config.base_image))} in {folder}",
         )
     except ConfigError as error:
-        return Finding(
+        return MachineFinding(
             name="runtimes",
             ok=False,
             what=str(error),
@@ -234,8 +238,8 @@ def recipes(config: NodeConfig) -> Finding:
         )
 
 
-def _carried(found: Recipes) -> str:
-    """Each recipe and its harnesses: `base, pi (for pi)`."""
+def _describe_recipes(found: ImageRecipes) -> str:
+    """Name each recipe and its harnesses, as in `base, pi (for pi)`."""
     return ", ".join(
         recipe.name + (f" (for {', '.join(recipe.config.harnesses)})" if recipe.config.harnesses else "")
         for recipe in found.by_name.values()
@@ -245,50 +249,54 @@ def _carried(found: Recipes) -> str:
 # ── recordings ────────────────────────────────────────────────────────────────
 
 
-def recorded_requests(config: NodeConfig) -> Iterator[Finding]:
-    """The folder of recorded requests, where it cannot be one."""
+def check_recorded_requests(config: NodeConfig) -> Iterator[MachineFinding]:
+    """A finding if the folder of recorded requests cannot be made or written to."""
     if config.record_requests is None:
         return
     folder = Path(config.record_requests).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         remedy = "set --record-requests to a folder, which is made if it is missing"
-        yield Finding(name="record_requests", ok=False, what=f"{there} is not a folder", remedy=remedy)
+        yield MachineFinding(name="record_requests", ok=False, what=f"{there} is not a folder", remedy=remedy)
     elif not os.access(there, os.W_OK | os.X_OK):
         remedy = "set --record-requests to a folder that this user can write to"
-        yield Finding(name="record_requests", ok=False, what=f"{there} cannot be written to", remedy=remedy)
+        yield MachineFinding(
+            name="record_requests", ok=False, what=f"{there} cannot be written to", remedy=remedy
+        )
 
 
 # ── addresses and certificates ────────────────────────────────────────────────
 
 
-def control_plane(config: NodeConfig) -> Iterator[Finding]:
-    """The certificate of the node's own control plane; nothing where it speaks plain HTTP."""
+def check_control_plane(config: NodeConfig) -> Iterator[MachineFinding]:
+    """A finding for the certificate of the node's control plane; none where it speaks plain HTTP."""
     try:
         certificate = control_certificate(config)
     except ConfigError as error:
-        yield Finding(name="control plane", ok=False, what=str(error), remedy="see docs/fleet.md")
+        yield MachineFinding(name="control plane", ok=False, what=str(error), remedy="see docs/fleet.md")
         return
     if certificate is not None:
         every = config.host in ("0.0.0.0", "::")
         host = socket.gethostname() if every else config.host
-        yield certified(certificate, host, time.time(), "clients that do not pin it refuse it")
+        yield check_certificate(certificate, host, time.time(), "clients that do not pin it refuse it")
 
 
-def captures(config: NodeConfig) -> Iterator[Finding]:
-    """Where agents of other machines find the captures' endpoint; nothing where none does."""
+def check_captures(config: NodeConfig) -> Iterator[MachineFinding]:
+    """Findings for the captures' endpoint: its certificate, and the address that agents of other machines
+    use.
+    """
     try:
         captures_listener(evolve(config, capture_port=0)).close()
         certificate = captures_certificate(config)
     except ConfigError as error:
-        yield Finding(name="captures", ok=False, what=str(error), remedy="see docs/remote.md")
+        yield MachineFinding(name="captures", ok=False, what=str(error), remedy="see docs/remote.md")
         return
     if certificate is not None:
         host = address(config.capture_url or "").hostname or config.capture_listen
-        yield certified(certificate, host, time.time())
+        yield check_certificate(certificate, host, time.time())
     if config.captures_public:
         given = config.capture_url or "the address it listens on"
-        yield Finding(
+        yield MachineFinding(
             name="captures",
             ok=True,
             what=f"{config.capture_listen} port {config.capture_port or 'any'}; agents are given {given}",
@@ -298,15 +306,16 @@ def captures(config: NodeConfig) -> Iterator[Finding]:
         )
 
 
-def certified(
+def check_certificate(
     certificate: Certificate, host: str, now: float, otherwise: str = "no agent connects"
-) -> Finding:
-    """Whether clients that trust this certificate's authority take it for `host`, and for how long. They are
-    asked in memory: a handshake verifies as they do. `otherwise` is what becomes of them if not.
+) -> MachineFinding:
+    """Check whether clients that trust this certificate's authority accept it for `host`, and for how long. A
+    handshake in memory verifies it as they do. `otherwise` says what happens to them if they do not accept
+    it.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.load_verify_locations(certificate.chain)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its own certificate is enough of an authority
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself may serve as the authority
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     calling = client.wrap_bio(back, there, server_hostname=host)
     called = certificate.context.wrap_bio(there, back, server_side=True)
@@ -317,10 +326,12 @@ def certified(
     except ssl.SSLCertVerificationError as error:
         fault = error.verify_message
         remedy = f"{otherwise}: have one issued for {host}; a node that runs reads it again by itself"
-        return Finding(name="certificate", ok=True, what=f"{certificate.chain}: {fault}", remedy=remedy)
+        return MachineFinding(
+            name="certificate", ok=True, what=f"{certificate.chain}: {fault}", remedy=remedy
+        )
     ends = ssl.cert_time_to_seconds(str((calling.getpeercert() or {})["notAfter"]))
     days = (ends - now) / 86400
-    return Finding(
+    return MachineFinding(
         name="certificate",
         ok=True,
         what=f"{certificate.chain}: for {host}, {days:.0f} days left",

@@ -1,7 +1,8 @@
-"""The node's settings: from a TOML file, the environment and flags; the later of them wins.
+"""The node's settings, as a frozen value, and the rules that they must follow.
 
-Pure: texts and mappings in, a frozen value out, or a `ConfigError` that names the setting and its remedy.
-Keep the reason of each default beside it.
+This module is pure. A setting that breaks a rule raises a `ConfigError` that names the setting and its
+remedy. `config_sources.py` reads settings from a TOML file, the environment and flags. Each default has its
+reason beside it.
 """
 
 import ipaddress
@@ -24,10 +25,10 @@ from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import LORA_MODULES
 from polarnode.evaluators.judging import JudgeConfig
 
-MAX_ATTEMPTS = 10  # of a question to a judge: with the pauses between them more than any post budget has
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a judge and of a teacher
-KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # of a simulated engine
-LEAST_KV = 1024  # tokens of a simulated KV cache
+MAX_JUDGE_ATTEMPTS = 10  # attempts to ask a judge: with the pauses between them longer than any post budget
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # the name of a judge or a teacher
+KV_SETTINGS = ("kv_tokens", "kv_request_s", "kv_context_s")  # settings of a simulated engine
+MIN_KV_TOKENS = 1024  # fewest tokens of a simulated KV cache
 OWN_ENGINES = ("sglang", "simulated", "none")
 TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 
@@ -35,10 +36,10 @@ TINY_MODEL = Path(__file__).parents[1] / "models" / "tiny"
 @frozen(kw_only=True)
 class TeacherConfig:
     """A second model, with the policy's vocabulary, that scores rows and never samples. Its weights are those
-    of its checkpoint, or what its own servers serve.
+    of its checkpoint, or those that its own servers serve.
     """
 
-    model: str | None = None  # a folder with its checkpoint; None: the servers of `engine` have it
+    model: str | None = None  # the folder of its checkpoint; None: the servers of `engine` have it
     cpu: bool = False
     gpus: tuple[int, ...] = ()
     engine: str = "sglang"  # this node's own, simulated, or the addresses of servers
@@ -54,7 +55,9 @@ class TeacherConfig:
 
 
 def engine_urls(engine: str) -> tuple[str, ...]:
-    """The addresses that a setting `engine` names, without a slash at their end."""
+    """The addresses in a setting `engine`, without a slash at their end; none for an engine of the node's
+    own.
+    """
     if engine in OWN_ENGINES:
         return ()
     return tuple(url.strip().rstrip("/") for url in engine.split(","))
@@ -69,130 +72,141 @@ class NodeConfig:
     model: str = str(TINY_MODEL)
     cpu: bool = False
     gpus: tuple[int, ...] = ()
-    # sglang: this node's own; simulated: random answers at the speed of GPUs that need not be there, to size
-    # a node; none: it runs no session and serves what other nodes of its log run; else the addresses of
-    # servers that somebody else runs, with commas between them
+    # sglang: this node's own engine; simulated: random answers at the speed of GPUs that need not be there,
+    # to size a node; none: the node runs no session and serves results of the other nodes of its log;
+    # otherwise the addresses of servers that somebody else runs, with commas between them
     engine: str = "sglang"
     tp: int = 1
     simulated: Simulation = field(factory=Simulation)  # how fast a simulated engine is
     context_length: int | None = None  # tokens; None: what the checkpoint says
     mem_fraction: float | None = None  # share of GPU memory for weights and KV cache; None: SGLang's choice
-    # the engine remembers which experts of a mixture read each token: 4 bytes each for every token of its KV
-    # cache
+    # Whether the engine remembers which experts of a mixture read each token. It takes 4 bytes for each
+    # expert and each token of the KV cache.
     routed_experts: bool = False
     # whether GPU memory is lent to a trainer, and what becomes of the weights in it
     memory_saver: Literal["off", "discard", "backup"] = "off"
-    # largest rank of an adapter that is taken; 0: none. Each slot has GPU memory for it, from the start
+    # The largest rank of an adapter that is accepted; 0: no adapters. Each slot has GPU memory for it from
+    # the start.
     lora_rank: int = 0
-    # sessions begin only while the engine's cache holds what they will become; false: all that run_limit
-    # allows
+    # Sessions begin only while the engine's cache has room for the length they will reach; false: as many
+    # begin as run_limit allows.
     residency: bool = True
-    host_cache_gb: int = 0  # GB of main memory for each GPU, which take what its KV cache evicts
-    session_cache: bool = False  # SGLang evicts prefixes of sessions that still call after all others
-    lora_modules: tuple[str, ...] = LORA_MODULES  # what adapters may change; fewer take less of that memory
-    # adapters sampled by at once; calls of further ones wait. Their current version and the one before, of
-    # as many runs as share an engine
+    host_cache_gb: int = 0  # GB of main memory for each GPU, for what its KV cache evicts
+    session_cache: bool = False  # whether SGLang evicts prefixes of sessions that still call last
+    lora_modules: tuple[str, ...] = LORA_MODULES  # what adapters may change; fewer modules take less memory
+    # Adapters that are sampled at once; calls of further ones wait. The default is enough for the current
+    # version and the one before of each run that shares an engine.
     lora_slots: int = 8
-    # adapters served from the start, a folder of PEFT's by name; what trainers send later replaces them
+    # Adapters that are served from the start: by name, a folder in PEFT's format. Later ones of trainers
+    # replace them.
     adapters: Mapping[str, str] = field(factory=dict)
-    # begin with the weights that were served last, where a disk still has them; false: with those of the
-    # model
+    # Begin with the weights that were served last, where a disk still has them; false: with those of `model`.
     resume_weights: bool = True
-    # MiB a session may carry beside ids and logprobs: 5 times the experts of 128k tokens on 48 layers of 8
+    # MiB that a session may carry besides ids and logprobs: 5 times the experts of 128k tokens on 48 layers
+    # of 8.
     carried_mb: int = 256
     engine_args: Mapping[str, Json] = field(factory=dict)  # further arguments of SGLang, by their names there
     host: str = "127.0.0.1"
     port: int = 8080
-    # PEM files of the control plane's certificate with the chain, and of the key; read again when they
-    # change. None: plain HTTP, for loopback and private networks
+    # PEM files of the control plane's certificate with its chain, and of the key. They are read again when
+    # they change. None: plain HTTP, for loopback and private networks.
     tls_cert: str | None = None
     tls_key: str | None = None
-    # captures open at once: each a harness somewhere, about 3 connections of the 512 their socket takes
+    # Captures that are open at once. Each is a harness somewhere, with about 3 of the 512 connections that
+    # their socket takes.
     capture_limit: int = 64
-    capture_listen: str = "127.0.0.1"  # the address where their harnesses find the model; others need TLS
-    capture_port: int = 0  # at that address; 0: any that is free
-    # PEM files of its certificate with the chain, and of the key; read again when they change
+    capture_listen: str = "127.0.0.1"  # the address where their harnesses find the model; any other needs TLS
+    capture_port: int = 0  # the port at that address; 0: any that is free
+    # PEM files of its certificate with the chain, and of the key. They are read again when they change.
     capture_tls_cert: str | None = None
     capture_tls_key: str | None = None
-    # the address that harnesses are told, where it is another one: a name, an ingress, a translated port
+    # The address that harnesses are given, where it is another one, as for a name, an ingress or a translated
+    # port.
     capture_url: str | None = None
-    # names in `Host` that are served besides loopback's and `host`; with a token every name is
+    # Names in `Host` that are served besides those of loopback and `host`; with a token every name is served.
     allowed_hosts: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
-    # the PostgreSQL that nodes share as their log, as libpq reads it: tasks, events, consumers and weights.
-    # None: the log of a node alone, in its own journal. Not shown, because it may hold a password
+    # The DSN of the PostgreSQL that nodes share as their log: tasks, events, consumers and weights. None: the
+    # log of a node alone, in its own journal. It is not shown, because it may hold a password.
     log: str | None = field(default=None, repr=False)
-    # the address at which the other nodes of that log reach this one; None: its host and port
+    # The address at which the other nodes of that log reach this one; None: its host and port.
     node_url: str | None = None
-    # a folder that every node of the log mounts, or a URL of fsspec such as s3://bucket/path: snapshots of
-    # sessions are copied there, so that they go on elsewhere when their node is lost. None: in each node's
-    # own folder alone
+    # A folder that every node of the log mounts, or a URL of fsspec such as s3://bucket/path. Snapshots of
+    # sessions are copied there, so that sessions go on elsewhere when their node is lost. None: snapshots
+    # stay in each node's own folder.
     snapshots: str | None = None
-    state_dir: str = ".polarnode"  # journal, logs, engine scratch: one node's own
-    # file that whoever started the node holds a lock on; None: the node lives until it is stopped
+    state_dir: str = ".polarnode"  # journal, logs and engine scratch; each node has its own
+    # A file on which the program that started the node holds a lock; None: the node lives until it is
+    # stopped.
     lifeline: str | None = None
-    # seconds without that lock, and without work in the node's log, before it ends by itself: a machine
-    # with Ray's head is back in less, and GPUs are lost to nobody for longer
+    # The node ends by itself after so many seconds without that lock, and without work in its log. A machine
+    # with Ray's head is back in less, and its GPUs are idle for no longer.
     orphan_s: float = 300.0
-    # images and containers; None: one per user, shared by nodes so that images are built once
+    # The folder of images and containers; None: one for each user, shared by nodes so that images are built
+    # once.
     podman_dir: str | None = None
-    # folder where every request of a harness is written as it came, with its response, for `polarnode replay`
+    # A folder where every request of a harness is written as it came, with its response, for `polarnode
+    # replay`.
     record_requests: str | None = None
     runtimes_dir: str | None = None  # image recipes; None: polarnode's own `runtimes/`
     node_id: str = "node-0"
-    # what tasks may require of a node, such as gpu = "h100"; `model` and `node` every node has
+    # What tasks may require of a node, such as gpu = "h100". Every node has the labels `model` and `node`.
     labels: Mapping[str, str] = field(factory=dict)
-    # sessions that are not over, those that wait too: 11 kB each, and a trainer gains nothing by a longer
-    # queue
+    # Most sessions that are not over, with those that wait: 11 kB each, and a trainer gains nothing by a
+    # longer queue.
     pending_limit: int = 20_000
-    # containers prepared at once: Podman serves 4-8 calls on two cores before they only queue
+    # Containers that are prepared at once: Podman serves 4-8 calls on two cores before they only queue.
     init_limit: int = 4
-    # harnesses at once: one GPU serves about as many agents before each waits on the others
+    # Harnesses that run at once: one GPU serves about as many agents before each waits for the others.
     run_limit: int = 64
-    # prepared and waiting for a run slot: hides INIT behind RUN, each costs a container (about 1 MB idle)
+    # Sessions that are prepared and wait for a run slot. They hide INIT behind RUN, and each costs a
+    # container (about 1 MB idle).
     ready_limit: int = 4
     post_limit: int = 8  # evaluations at once: they are CPU work beside the harnesses
-    # started containers kept of a shape at most, fewer where few are taken: as many as INIT and READY hold;
-    # about 1 MB each
+    # Most started containers that are kept of a shape, and fewer where few are taken: as many as INIT and
+    # READY hold, about 1 MB each.
     warm: int = 8
-    # folders of this machine below which tasks may mount; none unless the operator sets them
+    # Folders of this machine below which tasks may mount; none unless the operator sets them.
     volumes: tuple[str, ...] = ()
-    # names tasks may ask to reach, `*.example.org` for all below one, `*` for any; none unless set
+    # Names that tasks may ask to reach, `*.example.org` for all below one, `*` for any; none unless set.
     egress: tuple[str, ...] = ()
-    # networks such as 10.1.0.0/16 those names may lead to; public addresses alone unless set
+    # Networks such as 10.1.0.0/16 to which those names may lead; only public addresses unless set.
     egress_networks: tuple[str, ...] = ()
-    # networks that callbacks may go to; link-local, metadata and the node's own addresses never
+    # Networks to which callbacks may go; never link-local, metadata and the node's own addresses.
     callback_networks: tuple[str, ...] = CALLBACK_NETWORKS
-    # models that judge, by the name evaluators call them
+    # Models that judge, by the name that evaluators use.
     judges: Mapping[str, JudgeConfig] = field(factory=dict)
-    # models that score what the policy sampled, by the name that tasks and POST /v1/score call them
+    # Models that score what the policy sampled, by the name that tasks and POST /v1/score use.
     teachers: Mapping[str, TeacherConfig] = field(factory=dict)
-    # MiB of the machine's memory left free: less, and no session is begun until there is more
+    # MiB of the machine's memory that stay free: with less, no session begins until there is more.
     memory_reserve_mb: int = 1024
-    # MiB of the journal: above, the oldest events that all consumers acknowledged go; a day of a busy node
+    # MiB of the journal above which the oldest events go that all consumers acknowledged: a day of a busy
+    # node.
     keep_acknowledged_mb: int = 8192
-    # and what they all had acknowledged so long ago: a mistake seen on Monday is read again from Friday
+    # Events that all consumers had acknowledged so long ago go too: a mistake that is seen on Monday is read
+    # again from Friday.
     keep_acknowledged_hours: float = 72.0
-    # MiB of the journal: above, the oldest events go whoever still wants them; a trainer that is away for a
-    # weekend
+    # MiB of the journal above which the oldest events go even if somebody still wants them: a trainer may be
+    # away for a weekend.
     keep_mb: int = 65536
-    # without a word from a consumer, and nothing is kept for it any more: a week is longer than any pause
+    # After so long without a sign of a consumer nothing is kept for it any more: a week is longer than any
+    # pause.
     consumer_hours: float = 168.0
-    # MiB of the containers' disk left free: less, and no session is begun; half of it left, and the largest
-    # is ended
+    # MiB of the containers' disk that stay free: with less, no session begins; with half of it, the largest
+    # session is ended.
     disk_reserve_mb: int = 4096
-    # whether the page at /ui/ offers to cancel tasks, and to pause and resume
+    # Whether the page at /ui/ offers to cancel tasks, and to pause and resume.
     ui_actions: bool = False
-    # false: captures alone are taken, as where no container can run
+    # false: the node takes captures alone, for machines where no container can run.
     containers: bool = True
-    # whether a node starts where this machine does not keep some limit of a session, as without root
+    # Whether a node starts where this machine does not enforce some limit of a session, as without root.
     limits: Limits = "enforced"
-    # prepared workspaces kept as images, the least lately used go first: tasks of a batch are prepared once
-    # each
+    # Prepared workspaces that are kept as images; the least recently used go first. Each task of a batch is
+    # prepared once.
     prepared: int = 32
-    # module prefixes tasks may name code from; none unless the operator sets them
+    # Prefixes of modules from which tasks may name code; none unless the operator sets them.
     import_paths: tuple[str, ...] = ()
-    # a public Debian image to build on; None: look for one, else build it from the Debian archive
+    # A public Debian image to build on; None: look for one, else build it from the Debian archive.
     base_image: str | None = None
 
     @property
@@ -208,12 +222,12 @@ class NodeConfig:
 
     @property
     def runs_tasks(self) -> bool:
-        """Whether this node runs sessions in containers; without engines others of its log do."""
+        """Whether this node runs sessions in containers. Without engines other nodes of its log run them."""
         return self.containers and self.engine != "none"
 
 
 def check_hosts(names: Iterable[str]) -> None:
-    """Raise ConfigError for an `allowed_hosts` that no browser sends."""
+    """Raise ConfigError for a name in `allowed_hosts` that no browser sends."""
     for name in names:
         if not HOST.fullmatch(name) or name != name.lower():
             raise ConfigError(
@@ -226,7 +240,7 @@ def _check_access(config: NodeConfig) -> None:
     check_hosts(config.allowed_hosts)
     if (config.tls_cert is None) != (config.tls_key is None):
         raise ConfigError("tls_cert and tls_key belong together: give both, or neither")
-    # a header carries no more than this; an empty token would be what a client sends that has none
+    # A header carries no other characters. An empty token would equal that of a client that has none.
     if config.token is not None and not re.fullmatch(r"[!-~]([ -~]*[!-~])?", config.token):
         raise ConfigError(
             "token must be printable ASCII, not empty, without spaces at its ends: set POLARNODE_TOKEN to a"
@@ -240,7 +254,7 @@ def _check_access(config: NodeConfig) -> None:
 
 
 def check_config(config: NodeConfig) -> None:
-    """Raise ConfigError for settings that no node takes, or that contradict each other."""
+    """Raise ConfigError for settings that are invalid, or that contradict each other."""
     if config.cpu and config.gpus:
         raise ConfigError("--cpu and --gpus exclude each other: give one of them")
     if config.tp < 1 or (config.gpus and len(config.gpus) % config.tp):
@@ -377,9 +391,10 @@ def _check_simulated(simulation: Simulation) -> None:
     for name in ("kv_past_tokens", "speed"):
         if not getattr(simulation, name) > 0:
             raise ConfigError(f"simulated.{name} must be more than 0")
-    if simulation.kv_tokens and simulation.kv_tokens < LEAST_KV:
+    if simulation.kv_tokens and simulation.kv_tokens < MIN_KV_TOKENS:
         raise ConfigError(
-            f"simulated.kv_tokens {simulation.kv_tokens} holds no harness's prompt: give at least {LEAST_KV},"
+            f"simulated.kv_tokens {simulation.kv_tokens} holds no harness's prompt: give at least"
+            f" {MIN_KV_TOKENS},"
             " or 0 for as many as are wanted"
         )
 
@@ -414,7 +429,11 @@ def _check_teacher(name: str, teacher: TeacherConfig, config: NodeConfig) -> Non
     others: list[NodeConfig | TeacherConfig] = [config, *config.teachers.values()]
     sharing = [each for each in others if set(each.gpus) & set(teacher.gpus)]
     rules = (
-        (NAME.fullmatch(name), where, "needs a name of letters, digits, '.', '_' or '-': tasks write it"),
+        (
+            NAME_PATTERN.fullmatch(name),
+            where,
+            "needs a name of letters, digits, '.', '_' or '-': tasks write it",
+        ),
         (name != "policy", where, "needs another name: policy is the engine that samples"),
         (teacher.model or urls, f"{where}.model", "is missing: name the folder of its checkpoint"),
         (not own or teacher.cpu != bool(teacher.gpus), where, "needs cpu = true or gpus, one of them"),
@@ -444,7 +463,7 @@ def _check_judge(name: str, judge: JudgeConfig) -> None:
     where, url = f"judges.{name}", address(judge.base_url)
     rules = (
         (
-            NAME.fullmatch(name),
+            NAME_PATTERN.fullmatch(name),
             where,
             "needs a name of letters, digits, '.', '_' or '-': tasks write it",
         ),
@@ -466,7 +485,11 @@ def _check_judge(name: str, judge: JudgeConfig) -> None:
         ),
         (judge.at_once >= 1, f"{where}.at_once", "must be at least 1"),
         (0 < judge.answer_s < float("inf"), f"{where}.answer_s", "must be more than 0 seconds"),
-        (1 <= judge.attempts <= MAX_ATTEMPTS, f"{where}.attempts", f"must be 1 to {MAX_ATTEMPTS}"),
+        (
+            1 <= judge.attempts <= MAX_JUDGE_ATTEMPTS,
+            f"{where}.attempts",
+            f"must be 1 to {MAX_JUDGE_ATTEMPTS}",
+        ),
         (
             not set(judge.body) & {"messages", "stream", "n"},
             f"{where}.body",

@@ -1,6 +1,6 @@
 """A node's config from its three sources: a TOML file, the environment, and the flags of a command.
 
-Later ones override earlier ones. A fault names a setting as the user wrote it.
+A later source overrides an earlier one. The message of a fault names a setting as the user wrote it.
 """
 
 import re
@@ -17,7 +17,7 @@ from polarnode.core.spelling import nearest
 from polarnode.node.config import NodeConfig, check_config
 
 ENVIRONMENT_PREFIX = "POLARNODE_"
-# of the client, of plug-ins in trainers, and keys of external engines
+# variables of the client, of plug-ins in trainers, and for keys of external engines
 OTHER_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
@@ -46,7 +46,7 @@ OWN_FLAGS = (  # settings with a flag of the same name
         "limits",
     ),
 )
-FLAGS = {
+FLAG_BY_SETTING = {
     **{name: f"--{name.replace('_', '-')}" for name in OWN_FLAGS},
     "import_paths": "--allow-import",
     "allowed_hosts": "--allowed-host",
@@ -63,36 +63,38 @@ def read_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Json] | None = None,
 ) -> NodeConfig:
-    """One config from its three sources; `flags` that are None were not given. Raises ConfigError, with
-    settings named as in `written`.
+    """Read a config from its three sources. Flags that are None were not given. Raises ConfigError, which
+    names settings as `written` does.
     """
-    file, variables, given = _sources(toml, environment, flags)
+    file, variables, given = _read_sources(toml, environment, flags)
     try:
         config = codec.structure({**file, **variables, **given}, NodeConfig, forbid_extra=True)
         check_config(config)
     except (Refused, ConfigError) as error:
         sentence = _with_path(error) if isinstance(error, Refused) else str(error)
-        names = written(toml=toml, environment=environment, flags=flags)
+        names = names_as_written(toml=toml, environment=environment, flags=flags)
         raise ConfigError(_beginning_as_written(sentence, names)) from error
     return config
 
 
-def written(
+def names_as_written(
     *,
     toml: str | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Json] | None = None,
 ) -> dict[str, str]:
-    """The name by which each given setting was given: a flag, a variable or a key of the file."""
-    file, variables, given = _sources(toml, environment, flags)
+    """Map each setting that was given to the name that the user wrote: a flag, a variable or a key of the
+    file.
+    """
+    file, variables, given = _read_sources(toml, environment, flags)
     return {
         **{name: name for name in file},
         **{name: variable_of(name) for name in variables},
-        **{name: FLAGS.get(name, name) for name in given},
+        **{name: FLAG_BY_SETTING.get(name, name) for name in given},
     }
 
 
-def _sources(
+def _read_sources(
     toml: str | None, environment: Mapping[str, str] | None, flags: Mapping[str, Json] | None
 ) -> tuple[dict[str, Json], dict[str, Json], dict[str, Json]]:
     given: dict[str, Json] = {name: value for name, value in (flags or {}).items() if value is not None}
@@ -100,7 +102,7 @@ def _sources(
 
 
 def _with_path(refused: Refused) -> str:
-    """The sentence, which begins with the setting it is about."""
+    """The sentence of a refusal, which is made to begin with the setting it is about."""
     path, sentence = (refused.path or "$").removeprefix("$."), str(refused)
     for named in (path, path.rpartition(".")[2]):
         if sentence.startswith(f"{named} "):
@@ -108,65 +110,70 @@ def _with_path(refused: Refused) -> str:
     return f"{path}: {sentence}"
 
 
-_BY_FLAG = {flag: name for name, flag in FLAGS.items()}
-_FIRST = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?![\w-])")
-# a setting within a sentence: a flag, or a name that is no word of English; perhaps with a value, as in TOML
-_WITHIN = re.compile(r"(?<![\w./'\"-])(--[a-z][a-z0-9-]*|[a-z0-9]+(?:_[a-z0-9]+)+)(?![\w./-])(?: = (?=\S))?")
-_ENTRY = re.compile(r"(?<![\w./'\"-])(adapters|labels|engine_args)\.(?=[\w.-]*\w)")
+_SETTING_BY_FLAG = {flag: name for name, flag in FLAG_BY_SETTING.items()}
+_FIRST_SETTING = re.compile(r"(?:--)?([a-z][a-z0-9_-]*)(?![\w-])")
+# A setting within a sentence: a flag, or a name that is not an English word, perhaps with a value as in TOML.
+_SETTING_WITHIN = re.compile(
+    r"(?<![\w./'\"-])(--[a-z][a-z0-9-]*|[a-z0-9]+(?:_[a-z0-9]+)+)(?![\w./-])(?: = (?=\S))?"
+)
+_MAPPING_ENTRY = re.compile(r"(?<![\w./'\"-])(adapters|labels|engine_args)\.(?=[\w.-]*\w)")
 
 
 def _beginning_as_written(sentence: str, names: Mapping[str, str]) -> str:
-    """The sentence with the setting that it begins with, and those that belong to it, by the names that the
-    user wrote.
+    """The sentence with the setting that it begins with, and the settings that belong to it, named as the
+    user wrote them.
     """
-    first = _FIRST.match(sentence)
+    first = _FIRST_SETTING.match(sentence)
     name = first[1].replace("-", "_") if first else ""
     if first is None or name not in names:
         return as_written(sentence, names)
-    rest = as_written(sentence[first.end() :], {**_like(names[name]), **names})
+    rest = as_written(sentence[first.end() :], {**_names_like(names[name]), **names})
     if rest.startswith(".") and names[name].startswith("--"):
         return f"{names[name]} {rest[1:]}"
     return names[name] + rest
 
 
-def _like(form: str) -> dict[str, str]:
-    """Every setting, named in the same way: by its flag, if it has one, its variable, or its key."""
+def _names_like(form: str) -> dict[str, str]:
+    """Map every setting to a name of the same form as `form`: its flag, if it has one, its variable, or its
+    key.
+    """
     settings = [each.name for each in fields(NodeConfig)]
     if form.startswith("--"):
-        return {each: FLAGS.get(each, each) for each in settings}
+        return {each: FLAG_BY_SETTING.get(each, each) for each in settings}
     return {each: variable_of(each) if form.startswith(ENVIRONMENT_PREFIX) else each for each in settings}
 
 
 def as_written(sentence: str, names: Mapping[str, str]) -> str:
-    """The sentence with the settings in it by their `names`, as `written` gives them. Others in it are named
-    in the same way, where there is one. Only flags, and names with a `_`, are told from words.
+    """The sentence with the settings in it named by `names`, which `written` gives. Where all of these have
+    one form, other settings in the sentence get it too. Only flags, and names with a `_`, are recognised as
+    settings.
     """
-    given = [_BY_FLAG.get(each[1], each[1]) for each in _WITHIN.finditer(sentence)]
-    alike = [_like(names[each]) for each in given if each in names]
+    given = [_SETTING_BY_FLAG.get(each[1], each[1]) for each in _SETTING_WITHIN.finditer(sentence)]
+    alike = [_names_like(names[each]) for each in given if each in names]
     if alike and all(each == alike[0] for each in alike):
         names = {**alike[0], **names}
 
-    def named(found: re.Match[str]) -> str:
-        name = _BY_FLAG.get(found[1], found[1])
+    def name_setting(found: re.Match[str]) -> str:
+        name = _SETTING_BY_FLAG.get(found[1], found[1])
         new = names.get(name, found[1])
         if not found[0].endswith(" = "):
             return new
         return f"{new} " if new.startswith("--") else f"{new}=" if new != name else found[0]
 
-    def entry(found: re.Match[str]) -> str:
+    def name_entry(found: re.Match[str]) -> str:
         new = names.get(found[1], "")
         return f"{new} " if new.startswith("--") else found[0]
 
-    return _WITHIN.sub(named, _ENTRY.sub(entry, sentence))
+    return _SETTING_WITHIN.sub(name_setting, _MAPPING_ENTRY.sub(name_entry, sentence))
 
 
 def variable_of(name: str) -> str:
-    """The environment's variable of a setting."""
+    """The environment variable of a setting."""
     return f"{ENVIRONMENT_PREFIX}{name.upper()}"
 
 
 def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> list[str]:
-    """A sentence for each POLARNODE_ variable that nobody reads: most often a misspelled one."""
+    """A sentence for each POLARNODE_ variable that nobody reads. Most of them are misspelled."""
     settings = [each.name for each in fields(NodeConfig)]
     keys = [each.key_env for each in config.judges.values()]
     known = {
@@ -177,7 +184,8 @@ def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> lis
     }
     found = []
     for name in sorted(environment):
-        # Kubernetes adds the addresses of its services: POLARNODE_SERVICE_HOST for one called polarnode
+        # Kubernetes adds the addresses of its services, such as POLARNODE_SERVICE_HOST for one called
+        # polarnode.
         if not name.startswith(ENVIRONMENT_PREFIX) or name in known or re.search(r"_(SERVICE|PORT)_", name):
             continue
         near = nearest(name.removeprefix(ENVIRONMENT_PREFIX).lower(), settings)
@@ -187,7 +195,7 @@ def unknown_variables(environment: Mapping[str, str], config: NodeConfig) -> lis
 
 
 def parse_gpus(text: str) -> list[Json]:
-    """`0-7`, `0`, `0,2,4-5` as a list of GPU numbers."""
+    """Parse `0-7`, `0` or `0,2,4-5` as a list of GPU numbers."""
     found: list[Json] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -211,7 +219,7 @@ def _from_toml(toml: str | None) -> dict[str, Json]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Json]:
-    """POLARNODE_PORT=9000 and the like; values that are not text in the config are read as TOML values."""
+    """Read variables such as POLARNODE_PORT=9000. A value that is not text in the config is read as TOML."""
     by_variable = {variable_of(each.name): each for each in fields(NodeConfig)}
     settings: dict[str, Json] = {}
     for variable, text in environment.items():

@@ -1,4 +1,6 @@
-"""A node that shares a log: where it listens, its certificate, and the address it gives to other nodes."""
+"""Settings of a node that shares a log: its name, its certificate, and the address at which other nodes reach
+it.
+"""
 
 import re
 import socket
@@ -13,23 +15,23 @@ from polarnode.http.self_signed import self_signed
 from polarnode.journal.log.postgres.connection import read_dsn
 from polarnode.node.config import NodeConfig
 
-USUAL_NAME: Final = fields(NodeConfig).node_id.default
-# the other nodes write it in a header, and before the names of its logs
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
-EVERYWHERE: Final = ("0.0.0.0", "::")
+DEFAULT_NODE_ID: Final = fields(NodeConfig).node_id.default
+# The other nodes write a node's name in a header, and before the names of its log files.
+NODE_NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+WILDCARD_HOSTS: Final = ("0.0.0.0", "::")
 
 
 def shared_config(config: NodeConfig) -> NodeConfig:
-    """The settings of a node that is about to serve: one that shares a log is named as its host, and has a
-    certificate of its own off loopback, unless the settings name others. Raises ConfigError where the other
-    nodes could not reach it.
+    """Complete the settings of a node that is about to serve. A node that shares a log is named as its host,
+    and off loopback it has a certificate that it signs itself, unless the settings say otherwise. Raises
+    ConfigError where the other nodes could not reach it.
     """
     if config.log is None:
         return config
     servers = log_servers(config.log)
-    if config.node_id == USUAL_NAME:  # else all nodes of the log had it, and each would replace the last
+    if config.node_id == DEFAULT_NODE_ID:  # nodes of one name would replace each other in the log
         config = evolve(config, node_id=socket.gethostname())
-    if not NAME.fullmatch(config.node_id):
+    if not NODE_NAME_PATTERN.fullmatch(config.node_id):
         raise ConfigError(
             f"node_id {config.node_id!r} names a node of a log: it must be letters, digits, '.', '_' or '-',"
             " and begin with a letter or digit"
@@ -47,20 +49,20 @@ def shared_config(config: NodeConfig) -> NodeConfig:
 
 
 def log_servers(dsn: str) -> list[str]:
-    """The hosts of a DSN, which may name several; the socket of this machine is localhost."""
+    """The hosts in a DSN, which may name several. A Unix socket of this machine counts as localhost."""
     found = (read_dsn(dsn).get("host") or "localhost").split(",")
     return ["localhost" if each.startswith(("/", "@")) or not each else each for each in found]
 
 
-def url_of(config: NodeConfig, listener: socket.socket) -> str:
-    """The address at which other nodes reach a control plane that listens. Raises ConfigError where this
-    machine has no way to the server of the log.
+def control_plane_url(config: NodeConfig, listener: socket.socket) -> str:
+    """The URL at which other nodes reach a control plane that listens. Raises ConfigError where this machine
+    has no way to the server of the log.
     """
     if config.node_url is not None:
         return config.node_url.rstrip("/")
     host, port = listener.getsockname()[:2]
-    if host in EVERYWHERE and config.log is not None:
-        host = _reached_from(log_servers(config.log)[0])
+    if host in WILDCARD_HOSTS and config.log is not None:
+        host = _outgoing_address(log_servers(config.log)[0])
         if is_loopback(host):
             raise ConfigError(
                 f"--host {config.host}: the log's server is on this machine, which does not show the address"
@@ -70,8 +72,8 @@ def url_of(config: NodeConfig, listener: socket.socket) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _reached_from(name: str) -> str:
-    """This machine's address on its way to a host; nothing is sent."""
+def _outgoing_address(name: str) -> str:
+    """The address of this machine from which it would reach a host. Nothing is sent."""
     try:
         family, kind, _, _, to = socket.getaddrinfo(name, 5432, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:

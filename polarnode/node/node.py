@@ -1,7 +1,8 @@
 """The running node: what the control plane asks of it, and the model endpoint of its captures.
 
-Invariants: captures' keys are in a table of their own, apart from those of containers' sessions, and their
-socket is another than the node's own: on loopback unless the operator names an address and a certificate.
+Invariants: the keys of captures are in a table of their own, apart from those of sessions in containers. The
+captures' socket is not the node's own, and is on loopback unless the operator names an address and a
+certificate.
 """
 
 import logging
@@ -13,11 +14,11 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode import harnesses
-from polarnode.api.callbacks import Callbacks
+from polarnode.api.callbacks import CallbackService
 from polarnode.api.metrics import Figures
 from polarnode.api.service import Submitted
 from polarnode.containers.images import Images
-from polarnode.containers.runtimes import NO_CONTAINERS, AbsentRuntimes, Runtimes
+from polarnode.containers.runtimes import NO_CONTAINERS, AbsentRuntimes, NodeRuntimes
 from polarnode.core.codec.json import plain
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, ConfigError, Conflict, Refused
@@ -32,7 +33,7 @@ from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import (
-    CAPTURE_CONNECTIONS,
+    MAX_CAPTURE_CONNECTIONS,
     Address,
     Certificate,
     listening_socket,
@@ -40,73 +41,71 @@ from polarnode.http.server import (
 )
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Log
-from polarnode.journal.log.rules import with_standing
+from polarnode.journal.log.rules import with_log_status
 from polarnode.node.config import NodeConfig
 from polarnode.rollouts.admission import check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.fork_nodes import ForkNodes
-from polarnode.rollouts.forks import check_fork
-from polarnode.rollouts.judges import Judges
-from polarnode.rollouts.resuming import check_freezing, find_frozen, find_snapshot
+from polarnode.rollouts.forks import ForkNodes, check_fork, check_freezing, find_frozen, find_snapshot
+from polarnode.rollouts.judges import NodeJudges
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-# seconds for a cancel to be on disk before it is answered: a full disk, which is waited out, must not hold
-# the answer up
+# Longest wait for a cancel to be on disk before it is answered. The journal waits out a full disk, which must
+# not delay the answer.
 WRITTEN_S = 5.0
-DRAINING_S = 10.0  # before a task is worth offering again: a drain lasts as long as its longest session
+DRAIN_RETRY_S = 10.0  # a client offers a task again after this; a drain lasts as long as its longest session
 
 
 @define(eq=False)
 class Node:
-    """A node that runs. Satisfies the control plane's `Service`."""
+    """A node that runs. Satisfies the control plane's `NodeService`."""
 
     config: NodeConfig
-    journal: Journal  # of its own sessions' turns, and its log where it is alone
+    journal: Journal  # it has the turns of the node's own sessions, and is the log of a node alone
     log: Log
     engines: Engines
-    runtimes: Runtimes | AbsentRuntimes
+    runtimes: NodeRuntimes | AbsentRuntimes
     images: Images
     model: LoadedModel
     scheduler: Scheduler
-    judges: Judges
+    judges: NodeJudges
     lag: LoopLag
     captures: Captures
-    callbacks: Callbacks
+    callbacks: CallbackService
     weights: Weights
     adapters: AdapterStore
     engine_control: EngineControl
     evaluations: Evaluations
-    # two submissions of one key at once must be one task
-    _submitting: trio.Lock = field(factory=trio.Lock, init=False)
+    # Two submissions with one key at the same time must become one task.
+    _submit_lock: trio.Lock = field(factory=trio.Lock, init=False)
 
     async def submit(self, spec: TaskSpec, *, idempotency_key: str | None) -> Submitted:
-        """Accept a task, or repeat the answer to an identical earlier one. Raises Refused, Conflict, Busy or
-        DiskFull.
+        """Accept a task, or repeat the answer to an earlier submission of the same task. Raises Refused,
+        Conflict, Busy or DiskFull.
         """
-        self._check(spec)
+        self._refuse_unsupported(spec)
         no_image = await self.images.refusal(spec.runtime.image) if self.config.runs_tasks else None
-        async with self._submitting:
-            existing = await self._existing(spec, idempotency_key)
+        async with self._submit_lock:
+            existing = await self._find_existing(spec, idempotency_key)
             if existing is not None:
                 return existing
-            _insist_image(no_image)
-            return await self._taken(spec, idempotency_key)
+            _refuse_missing_image(no_image)
+            return await self._submit_new(spec, idempotency_key)
 
-    def _check(self, spec: TaskSpec) -> None:
+    def _refuse_unsupported(self, spec: TaskSpec) -> None:
         if not self.config.containers and self.config.log is None:
             raise Refused(NO_CONTAINERS)
         self.callbacks.check(spec)
 
-    async def _taken(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
-        if self.scheduler.draining and not self.log.shared:  # others claim the places of a shared log
-            raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAINING_S)
+    async def _submit_new(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
+        if self.scheduler.draining and not self.log.shared:  # other nodes claim the places of a shared log
+            raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAIN_RETRY_S)
         check_task(
-            with_standing(self.journal.statistics(), self.log.standing, now=self.journal.now()),
+            with_log_status(self.journal.statistics(), self.log.log_status, now=self.journal.now()),
             pending=self.log.open_places,
             more=spec.num_samples,
             limit=self.config.pending_limit,
@@ -116,13 +115,15 @@ class Node:
         if spec.fork is not None:
             await self._check_fork(spec, spec.fork)
         task_id, session_ids = await self.scheduler.submit(
-            spec, idempotency_key=idempotency_key, callback_kinds=self.journal.kinds_for(spec)
+            spec, idempotency_key=idempotency_key, callback_kinds=self.journal.callback_kinds_for(spec)
         )
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
         return Submitted(task_id=task_id, session_ids=session_ids)
 
     async def _check_fork(self, spec: TaskSpec, fork: ForkSpec) -> None:
-        """Raise Refused for forks that could not begin; at another node each looks when it begins."""
+        """Raise Refused for forks that could not begin. A fork at another node is checked when it begins
+        there.
+        """
         services = self.scheduler.services
         parents = ForkNodes(
             log=self.log,
@@ -134,7 +135,7 @@ class Node:
         )
         elsewhere, parent = await parents.elsewhere(fork), await parents.parent(fork)
         if elsewhere is not None and parent is not None and not parent.count:
-            return  # its turns are at the other node yet
+            return  # the parent still runs at another node, which has its turns
         parent = check_fork(spec, fork, parent)
         if elsewhere is not None:
             return
@@ -144,7 +145,7 @@ class Node:
             harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
             await find_snapshot(services, spec, fork, harness)
 
-    async def _existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
+    async def _find_existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
         record = await self.log.task_of_key(idempotency_key) if idempotency_key else None
         record = record or (await self.log.task(spec.task_id) if spec.task_id else None)
         if record is None:
@@ -163,13 +164,15 @@ class Node:
         return Submitted(task_id=record.task_id, session_ids=ids, created=False)
 
     async def cancel(self, task_id: str) -> bool:
-        """End a task's sessions; they keep their turns. When this returns, no restart retries one."""
+        """End a task's sessions, which keep their turns. When this returns, no restart tries one of them
+        again.
+        """
         return await self.scheduler.cancel(task_id)
 
     async def drain(self, draining: bool) -> None:
-        """Take no new tasks until this is taken back, and let the other nodes of the log know."""
+        """Begin or end a drain, in which the node takes no new tasks. The other nodes of the log are told."""
         self.scheduler.draining = draining
-        await self.log.sign(self.scheduler.incarnation, {"draining": draining})
+        await self.log.give_sign(self.scheduler.incarnation, {"draining": draining})
 
     @property
     def node_id(self) -> str:
@@ -188,25 +191,25 @@ class Node:
         return self.weights
 
     def sessions(self) -> Iterable[LiveSessionStatus]:
-        """Sessions in containers of their own."""
+        """The sessions that have a container of their own."""
         return self.scheduler.sessions()
 
     def end_session(self, session_id: str) -> bool:
-        """End one session; it keeps its turns. False when it is not live."""
+        """End one session, which keeps its turns. Returns False when it is not live."""
         return self.scheduler.cancel_session(session_id)
 
     def cancel_all(self) -> None:
-        """End every session; each keeps its turns."""
+        """End every session. Each keeps its turns."""
         self.scheduler.registry.cancel_all()
 
     async def stop(self, *, cancel: bool) -> None:
-        """Refuse new tasks and wait for the sessions. With `cancel` they are ended now and keep their
+        """Refuse new tasks and wait for the sessions to end. With `cancel` they are ended now and keep their
         turns.
         """
         await self.scheduler.registry.stop(cancel=cancel)
 
     def status(self) -> dict[str, Json]:
-        """The node now, as JSON for `GET /v1/status`."""
+        """The status of the node as JSON, for `GET /v1/status`."""
         return {
             "node": self.config.node_id,
             "model": {
@@ -255,11 +258,11 @@ class Node:
         return self.model.tokenizer.token_bytes(token)
 
     def ready(self) -> bool:
-        """Whether tasks are taken and some engine host answers."""
+        """Whether the node takes tasks and some engine host answers."""
         return self.unready() is None
 
     def unready(self) -> str | None:
-        """Why the node is not ready; None when it is."""
+        """Why the node is not ready, or None when it is."""
         if self.scheduler.registry.stopping:
             return "the node stops: its sessions are ended and saved"
         journal = self.journal.statistics()
@@ -274,14 +277,14 @@ class Node:
         return "no engine host answers" if why is None else f"no engine host answers: {why}"
 
 
-def _insist_image(refusal: str | None) -> None:
-    """Raise Refused for a task whose image its containers cannot have."""
+def _refuse_missing_image(refusal: str | None) -> None:
+    """Raise Refused for a task whose image is not available to its containers."""
     if refusal is not None:
         raise Refused(f"runtime.image: {refusal}", path="$.runtime.image")
 
 
 def control_certificate(config: NodeConfig) -> Certificate | None:
-    """The certificate of the control plane; None for plain HTTP. ConfigError for files that do not serve."""
+    """The certificate of the control plane, or None for plain HTTP. Raises ConfigError for unusable files."""
     chain, key = config.tls_cert, config.tls_key
     return None if chain is None or key is None else Certificate(chain, key, settings="tls")
 
@@ -290,13 +293,13 @@ def control_certificate(config: NodeConfig) -> Certificate | None:
 
 
 def captures_certificate(config: NodeConfig) -> Certificate | None:
-    """The certificate of the captures' endpoint. ConfigError for files that do not serve."""
+    """The certificate of the captures' endpoint, or None. Raises ConfigError for unusable files."""
     chain, key = config.capture_tls_cert, config.capture_tls_key
     return None if chain is None or key is None else Certificate(chain, key)
 
 
 def captures_listener(config: NodeConfig) -> socket:
-    """The socket of the captures' endpoint. ConfigError where it cannot be."""
+    """Bind the socket of the captures' endpoint. Raises ConfigError where this fails."""
     try:
         return listening_socket(Address(host=config.capture_listen, port=config.capture_port))
     except ConfigError as error:
@@ -311,8 +314,8 @@ def captures_listener(config: NodeConfig) -> socket:
 async def open_captures(
     config: NodeConfig, journal: Journal, scheduler: Scheduler, model: Model, recordings: Recordings | None
 ) -> AsyncIterator[Captures]:
-    """The captures of a node. Those that are open when this is left are so by force: the node's next start
-    finds them.
+    """Serve the captures of a node. A capture is open at the end of the block only if the node is ended by
+    force; the node's next start finds it.
     """
     certificate = captures_certificate(config)
     listener = captures_listener(config)
@@ -322,7 +325,9 @@ async def open_captures(
         public=config.captures_public,
     )
     async with (
-        open_server(endpoint, listener, connections=CAPTURE_CONNECTIONS, certificate=certificate) as address,
+        open_server(
+            endpoint, listener, connections=MAX_CAPTURE_CONNECTIONS, certificate=certificate
+        ) as address,
         trio.open_nursery() as nursery,
     ):
         host = f"[{address.host}]" if ":" in address.host else address.host

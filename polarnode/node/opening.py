@@ -1,9 +1,9 @@
-"""The node put together, in the order in which it must come apart.
+"""Opens the parts of a node in order, and closes them in reverse.
 
-Journal, engines, runtimes and sessions are contexts, opened in this order and closed in reverse, so that a
-service outlives its users; the control plane is opened last. Stopping has an order of its own: refuse new
-tasks, end the sessions with what they have, leave the contexts. A node begins with the weights it
-served last, where a disk still has them; if it cannot, `report` is called at once and status keeps a warning.
+Journal, engines, runtimes and sessions are contexts. They open in this order and close in reverse, so that a
+service outlives its users; the control plane opens last. A node stops in three steps: it refuses new tasks,
+ends the sessions with what they have, and leaves the contexts. A node begins with the weights that it served
+last, where a disk still has them. If it cannot, `report` is called at once and status keeps a warning.
 """
 
 import gc
@@ -26,19 +26,19 @@ from socket import socket
 import trio
 from attrs import evolve
 
-from polarnode.api.callbacks import CallbackFormat, Receivers, callback_networks, open_callbacks
+from polarnode.api.callbacks import CallbackFormat, CallbackReceivers, callback_networks, open_callbacks
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
-from polarnode.containers.runtimes import AbsentRuntimes, Runtimes, open_runtimes
+from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes, open_runtimes
 from polarnode.core.errors import ConfigError, EngineError, ModelError, boundary
-from polarnode.core.labels import every_label
+from polarnode.core.labels import all_labels
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, Unfit, Wanted, connect
+from polarnode.engine.external import KEY_VARIABLE, ServerUnreachable, UnfitServer, Wanted, connect
 from polarnode.engine.following import Following
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
-from polarnode.engine.scoring import POLICY, Scoring
+from polarnode.engine.scoring import POLICY, ScoringEngines
 from polarnode.engine.settings import (
     EngineSettings,
 )
@@ -50,31 +50,32 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
-from polarnode.journal.held import HeldResults
+from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import RETRY_S, Log, LogAway, NodeFacts
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import LOG_RETRY_S, Log, LogUnavailable, NodeFacts
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node, control_certificate, open_captures
 from polarnode.node.settings import (
     engine_settings,
-    retention_of,
+    no_experts_reason,
+    retention_settings,
     runtimes_settings,
     teacher_settings,
-    why_unrouted,
 )
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.fork_nodes import ForkNodes
-from polarnode.rollouts.judges import Judges, open_judges
+from polarnode.rollouts.forks import ForkNodes
+from polarnode.rollouts.judges import NodeJudges, open_judges
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
-from polarnode.rollouts.scheduler import Scheduler, make_scheduler, recover
-from polarnode.rollouts.services import NoCopies, NodeIdentity, NodeServices, Stages
-from polarnode.rollouts.session_records import SharedRecords
-from polarnode.rollouts.snapshot_store import open_store
-from polarnode.rollouts.stage_limits import Bounds
-from polarnode.support.bounded import private_folder
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import Scheduler, make_scheduler
+from polarnode.rollouts.services import NoCopies, NodeIdentity, NodeServices, StageSlots
+from polarnode.rollouts.session_records import SharedSessionRecords
+from polarnode.rollouts.snapshot_store import open_snapshot_store
+from polarnode.rollouts.stage_limits import StageBounds
+from polarnode.support.bounded import make_private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
 from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
 from polarnode.tokens.template import LoadedModel, load_model
@@ -83,14 +84,14 @@ from polarnode.tokens.template import LoadedModel, load_model
 
 
 def load_node_model(config: NodeConfig) -> LoadedModel:
-    """Load the model. Its name marks in every trajectory whether the answers are random."""
+    """Load the model. Its name says in every trajectory whether the answers are random."""
     model = load_model(Path(config.model))
     return evolve(model, name=f"simulated:{model.name}") if config.engine == "simulated" else model
 
 
 async def with_served_model(config: NodeConfig) -> NodeConfig:
-    """The config with the model that an external engine serves, where the config names none. ConfigError
-    where its tokenizer is not on this machine.
+    """Fill in the model that an external engine serves, where the config names none. Raises ConfigError where
+    its tokenizer is not on this machine.
     """
     if not config.engine_urls or config.model != str(TINY_MODEL):
         return config
@@ -98,7 +99,7 @@ async def with_served_model(config: NodeConfig) -> NodeConfig:
     try:
         async with connect(Wanted(url=url, vocab_size=0), os.environ.get(KEY_VARIABLE)) as server:
             model = await server.model()
-    except (ServerUnreachable, Unfit) as error:
+    except (ServerUnreachable, UnfitServer) as error:
         raise ConfigError(
             f"name --model, the folder of the model that the engine serves: its server was asked, and {error}"
         ) from error
@@ -121,8 +122,10 @@ async def _open_scoring(
     policy: Engines,
     own_ports: list[Collection[int]],
     report: Callable[[str], None],
-) -> AsyncIterator[Scoring]:
-    """The engines that score, teachers beside the policy: each with hosts of its own, which restart alone."""
+) -> AsyncIterator[ScoringEngines]:
+    """Open the engines of the teachers, which score like the policy's. Each has hosts of its own, which
+    restart alone.
+    """
     found: dict[str, Engines] = {POLICY: policy}
     own_ports.append(policy.ports)
     async with AsyncExitStack() as stack:
@@ -130,32 +133,32 @@ async def _open_scoring(
             make = partial(teacher_settings, name, teacher, state, model, Path(config.model))
             try:
                 settings = await trio.to_thread.run_sync(make)
-                private_folder(settings.state_dir)
+                make_private_folder(settings.state_dir)
                 found[name] = await stack.enter_async_context(_open_engines(settings, None, report))
             except (EngineError, ModelError) as error:
                 raise ConfigError(f"teachers.{name}: {error}") from error
             own_ports.append(found[name].ports)
-        yield Scoring(found)
+        yield ScoringEngines(found)
 
 
 # ── weights ────────────────────────────────────────────────────────────
 
 
-def weights_model(config: NodeConfig) -> str:
-    """The checkpoint a node is started with, as the history knows it."""
+def checkpoint_path(config: NodeConfig) -> str:
+    """The checkpoint that a node is started with, as the history of weights names it."""
     return str(Path(config.model).resolve())
 
 
-async def weights_to_begin_with(
+async def initial_weights(
     config: NodeConfig, log: Log, name: str, report: Callable[[str], None]
 ) -> tuple[Loaded | None, str | None]:
-    """The last version of the log, or what is wrong with it; `name` is what the log calls the model. An
-    external engine has its own.
+    """The last version of the weights in the log, or a warning where it cannot be loaded. `name` is the
+    model's name in the log. An external engine has its own weights, so there is neither.
     """
     if config.engine_urls:
         return None, None
     loaded, warning = await last_weights(
-        log, weights_model(config), name, weight_copies(config), resume=config.resume_weights
+        log, checkpoint_path(config), name, weight_copies_dir(config), resume=config.resume_weights
     )
     if loaded is not None:
         report(f"serving weights {loaded.version!r} from {loaded.path}, the last that were served")
@@ -164,13 +167,15 @@ async def weights_to_begin_with(
     return loaded, warning
 
 
-def weight_copies(config: NodeConfig) -> Path:
-    """Files of weights that came from other nodes."""
+def weight_copies_dir(config: NodeConfig) -> Path:
+    """The folder for files of weights that came from other nodes."""
     return Path(config.state_dir) / "weights"
 
 
-async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str], None]) -> AdapterStore:
-    """The adapters of this node's folder and log, served again."""
+async def _restore_adapters(
+    config: NodeConfig, weights: Weights, report: Callable[[str], None]
+) -> AdapterStore:
+    """Serve the adapters of this node's folder and log again."""
     store = AdapterStore(
         weights=weights,
         folder=Path(config.state_dir) / "adapters",
@@ -184,14 +189,17 @@ async def _restored(config: NodeConfig, weights: Weights, report: Callable[[str]
 
 # ── opening ────────────────────────────────────────────────────────────
 
-# new objects before a look at the young, and looks before one at the older: a request makes some 10 000
-COLLECTIONS = (20_000, 50, 100)
-# sessions that are claimed for each slot of the first stage: the next ones stand ready, and what is not begun
-# yet stays where every node may take it
-CLAIMED_AHEAD = 2
-DAMAGE_S = 1.0  # seconds between looks at what began on a damaged journal: the pause before most attempts
+# The thresholds of Python's garbage collector: new objects before it collects the youngest generation, and
+# collections of a generation before one of the next. A request makes some 10 000 objects.
+GC_THRESHOLDS = (20_000, 50, 100)
+# Sessions that are claimed for each slot of the first stage. The next sessions stand ready, and all others
+# stay in the log, where every node may claim them.
+CLAIMS_PER_SLOT = 2
+DAMAGE_INTERVAL_S = (
+    1.0  # between looks for sessions that began on a damaged journal; most attempts pause so long
+)
 Report = Callable[[str], None]
-STARTING_ENGINE = "starting the engine"  # as it is reported
+STARTING_ENGINE = "starting the engine"  # a report
 WAITING_LOG = "waiting for the log"
 
 
@@ -199,21 +207,23 @@ WAITING_LOG = "waiting for the log"
 async def open_node(
     config: NodeConfig, *, report: Report, url: str = "", images: Images | None = None
 ) -> AsyncIterator[Node]:
-    """A node that runs, its journal recovered. `report` is called for each step that takes time. Sessions
-    still live at the end are cancelled. `url`: where its control plane is served, for the other nodes of its
-    log. `images`: those that are being built already.
+    """Run a node for as long as the block, with its journal recovered.
+
+    `report` is called for each step that takes time. Sessions that are live at the end are cancelled. `url`
+    is where the node's control plane is served, for the other nodes of its log. `images` are those that are
+    being built already.
     """
     lift_descriptor_limit()
-    state, formats = _private_state(config), callback_formats(node=config.node_id)
+    state, formats = _make_state_folder(config), callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
         _open_journal(config, formats) as journal,
         _open_log(config, journal, report) as log,
-        open_callbacks(log, formats=formats, receivers=_receivers(config)) as callbacks,
+        open_callbacks(log, formats=formats, receivers=_callback_receivers(config)) as callbacks,
     ):
-        config, model = await _with_model(config, report)
-        begin_with = partial(weights_to_begin_with, config, log, model.name, report)
-        loaded, warning = await answered(begin_with, meanwhile="the node waits to start")
+        config, model = await _load_served_model(config, report)
+        begin_with = partial(initial_weights, config, log, model.name, report)
+        loaded, warning = await retry_until_answered(begin_with, meanwhile="the node waits to start")
         async with (
             _open_engines(engine_settings(config, state, model), loaded, report) as engines,
             _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
@@ -221,43 +231,44 @@ async def open_node(
                 engines,
                 journal,
                 log,
-                model=weights_model(config),
+                model=checkpoint_path(config),
                 name=model.name,
-                copies=weight_copies(config),
+                copies=weight_copies_dir(config),
                 warning=warning,
             ) as weights,
             _open_runtimes(config) as runtimes,
         ):
             control = EngineControl(weights=weights, keeps=config.memory_saver == "backup")
-            adapters = await answered(
-                partial(_restored, config, weights, report), meanwhile="the node waits to start"
+            adapters = await retry_until_answered(
+                partial(_restore_adapters, config, weights, report), meanwhile="the node waits to start"
             )
             images = images or Images(settings=runtimes.settings, log=state / "images.log", report=report)
-            served = _served(engines, model)
-            plane = _plane(config, served)
+            served = _served_model(engines, model)
+            plane = _model_plane(config, served)
             async with (
                 _open_sessions(
                     config, journal, log, engines, weights, runtimes, images, judges, model, plane, scoring
                 ) as scheduler,
             ):
-                # a trainer that holds generation sees nothing sampled by a node that begins
-                with suppress(EngineError):  # a host that does not answer begins held
-                    await answered(weights.follow_hold, meanwhile="the node waits to start")
-                await recover(journal, scheduler, _facts(config, url, model.name), report)
+                # While a trainer holds generation, a node that begins must not sample either.
+                with suppress(EngineError):  # generation is held at a host that does not answer yet
+                    await retry_until_answered(weights.follow_hold, meanwhile="the node waits to start")
+                await recover(journal, scheduler, _node_facts(config, url, model.name), report)
                 weights.incarnation = scheduler.incarnation
                 following = Following(
                     weights=weights,
                     adapters=adapters,
                     copies=Copies(
                         log=log,
-                        folder=weight_copies(config),
+                        folder=weight_copies_dir(config),
                         token=config.token,
                         reserve=config.disk_reserve_mb << 20,
                     ),
                     incarnation=lambda: scheduler.incarnation,
                 )
-                # its first round holds the loop for 0.1 s, so the loop is looked at from then on
-                with rare_collections(), spawning_at_once():
+                # The first collection blocks the event loop for 0.1 s, so the loop's lag is measured after
+                # it.
+                with rare_collections(), without_vfork():
                     async with (
                         open_loop_lag() as lag,
                         open_background(partial(_end_when_damaged, journal, scheduler)),
@@ -266,7 +277,7 @@ async def open_node(
                         open_captures(config, journal, scheduler, served, plane.recordings) as captures,
                     ):
                         serve = partial(adapters.serve_from_start, config.adapters, report)
-                        await answered(serve, meanwhile="the node waits to start")
+                        await retry_until_answered(serve, meanwhile="the node waits to start")
                         node = Node(
                             config=config,
                             journal=journal,
@@ -286,30 +297,31 @@ async def open_node(
                             engine_control=control,
                         )
                         yield node
-                        # not in a finally: left by force, it has `interrupted` trajectories at its next start
+                        # This is not in a `finally`: a node that is left by force publishes `interrupted`
+                        # trajectories at its next start.
                         await node.stop(cancel=True)
 
 
 async def _end_when_damaged(journal: Journal, scheduler: Scheduler, ready: trio.Event) -> None:
-    """End what runs when the journal's file turns out to be damaged: turns that are answered could be lost.
+    """End all sessions when the journal's file turns out to be damaged, because answered turns could be lost.
     A session that is tried again meanwhile is ended too.
     """
     ready.set()
-    await journal.damaged.wait()
+    await journal.damage_event.wait()
     while True:
         scheduler.registry.cancel_all()
-        await trio.sleep(DAMAGE_S)
+        await trio.sleep(DAMAGE_INTERVAL_S)
 
 
-def _private_state(config: NodeConfig) -> Path:
+def _make_state_folder(config: NodeConfig) -> Path:
     state = Path(config.state_dir)
     with boundary(ConfigError, f"state_dir {state} cannot be written"):
-        private_folder(state)
-        private_folder(sessions_dir(config))
+        make_private_folder(state)
+        make_private_folder(sessions_dir(config))
     return state
 
 
-async def _with_model(config: NodeConfig, report: Report) -> tuple[NodeConfig, LoadedModel]:
+async def _load_served_model(config: NodeConfig, report: Report) -> tuple[NodeConfig, LoadedModel]:
     config = await with_served_model(config)
     report(f"loading {config.model}")
     return config, await trio.to_thread.run_sync(load_node_model, config)
@@ -319,7 +331,7 @@ async def _with_model(config: NodeConfig, report: Report) -> tuple[NodeConfig, L
 async def _open_engines(
     settings: EngineSettings, loaded: Loaded | None, report: Report
 ) -> AsyncIterator[Engines]:
-    """The engines, and a report of each external server that is waited for."""
+    """Open engines, and report each external server that the node waits for."""
     report(STARTING_ENGINE)
     async with open_engines(settings, loaded=loaded) as engines:
         for host in engines.statistics().hosts:
@@ -328,9 +340,11 @@ async def _open_engines(
         yield engines
 
 
-def _receivers(config: NodeConfig) -> Receivers:
-    """Where callbacks may go. The ports that are fixed are known before anything listens there."""
-    return Receivers(
+def _callback_receivers(config: NodeConfig) -> CallbackReceivers:
+    """The addresses to which callbacks may go. Ports that are fixed are excluded before anything listens
+    there.
+    """
+    return CallbackReceivers(
         networks=callback_networks(config.callback_networks),
         own_ports=[{config.port, config.capture_port} - {0}],
     )
@@ -342,51 +356,53 @@ def _open_journal(
     return open_journal(
         Path(config.state_dir) / "journal.sqlite",
         now=time.time,
-        retention=retention_of(config),
+        retention=retention_settings(config),
         callback_kinds={name: each.kinds for name, each in formats.items()},
     )
 
 
 @asynccontextmanager
 async def _open_log(config: NodeConfig, journal: Journal, report: Report) -> AsyncIterator[Log]:
-    """The log that the node shares with others, or its own. A shared one that is away is waited for."""
+    """Open the log that the node shares with others, or its own. A shared log that is away is waited for."""
     if config.log is None:
         yield SqliteLog(journal)
         return
-    opening = partial(open_postgres_log, config.log, name=config.node_id, retention=retention_of(config))
+    opening = partial(
+        open_postgres_log, config.log, name=config.node_id, retention=retention_settings(config)
+    )
     async with AsyncExitStack() as stack:
         told = ""
         while True:
             try:
                 log = await stack.enter_async_context(opening())
                 break
-            except LogAway as error:  # the node is asked meanwhile, and says so
+            except LogUnavailable as error:  # `StartingNode` answers requests meanwhile, with this reason
                 if told != error.reason:
                     report(f"{WAITING_LOG}: {error.reason}")
                     told = error.reason
-                await trio.sleep(RETRY_S)
+                await trio.sleep(LOG_RETRY_S)
         yield log
 
 
-def _facts(config: NodeConfig, url: str, model: str) -> NodeFacts:
-    """What the other nodes are told of this one."""
+def _node_facts(config: NodeConfig, url: str, model: str) -> NodeFacts:
+    """The facts that the other nodes are told of this one."""
     certificate = control_certificate(config)
     return NodeFacts(
         name=config.node_id,
         url=url,
         certificate="" if certificate is None else certificate.digest,
         version=version("polarnode"),
-        labels=every_label(config.labels, node=config.node_id, model=model),
+        labels=all_labels(config.labels, node=config.node_id, model=model),
     )
 
 
 @contextmanager
-def spawning_at_once() -> Iterator[None]:
-    """Programs are started with fork, not vfork, Python's documented choice (`subprocess._USE_VFORK`).
+def without_vfork() -> Iterator[None]:
+    """Start programs with fork and not with vfork, by Python's documented switch `subprocess._USE_VFORK`.
 
-    With vfork the whole process, its threads too, stands still until the child runs its program, and on a
-    busy machine a child waits for a CPU: 64 sessions on two cores made the loop 104 ms late in the 99th
-    percentile, 42 ms with fork, which copies page tables for 2 ms instead.
+    With vfork the whole process, with its threads, stands still until the child runs its program, and on a
+    busy machine a child waits for a CPU. With 64 sessions on two cores the event loop was 104 ms late in the
+    99th percentile. With fork, which copies page tables for 2 ms instead, it was 42 ms late.
     """
     usual = vars(subprocess)["_USE_VFORK"]
     vars(subprocess)["_USE_VFORK"] = False
@@ -398,15 +414,15 @@ def spawning_at_once() -> Iterator[None]:
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Python's collector leaves alone what is loaded by now, and looks for cycles less often.
+    """Let Python's garbage collector ignore what is loaded by now, and look for cycles less often.
 
-    Its default looks at every object of transformers and of all turns again and again: 17 % of a busy node's
-    time, and 0.3 s at a stretch.
+    By default it looks at every object of transformers and of all turns again and again. That took 17 % of a
+    busy node's time, and 0.3 s at a stretch.
     """
     usual = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*COLLECTIONS)
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         yield
     finally:
@@ -415,7 +431,7 @@ def rare_collections() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _open_runtimes(config: NodeConfig) -> AsyncIterator[Runtimes | AbsentRuntimes]:
+async def _open_runtimes(config: NodeConfig) -> AsyncIterator[NodeRuntimes | AbsentRuntimes]:
     settings = runtimes_settings(config)
     if config.runs_tasks:
         async with open_runtimes(settings) as runtimes:
@@ -431,27 +447,27 @@ async def _open_sessions(
     log: Log,
     engines: Engines,
     weights: Weights,
-    runtimes: Runtimes | AbsentRuntimes,
+    runtimes: NodeRuntimes | AbsentRuntimes,
     images: Images,
-    judges: Judges,
+    judges: NodeJudges,
     model: LoadedModel,
     plane: ModelPlane,
-    scoring: Scoring,
+    scoring: ScoringEngines,
 ) -> AsyncIterator[Scheduler]:
     def serve_endpoint(session_id: str, listener: socket) -> AbstractAsyncContextManager[object]:
         return open_server(plane.app_for(session_id), listener)
 
     folder, store = sessions_dir(config), None
     if config.snapshots is not None and log.shared:
-        store = open_store(config.snapshots, folder=folder, journal=journal)
+        store = open_snapshot_store(config.snapshots, folder=folder, journal=journal)
     copies = store or NoCopies()
     parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=folder, copies=copies)
-    records = SharedRecords(journal, log) if log.shared else None
+    records = SharedSessionRecords(journal, log) if log.shared else None
     services = NodeServices(
         identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
         journal=records or journal,
         runtimes=runtimes,
-        stages=_stages(config),
+        stages=_make_stages(config),
         serve_endpoint=serve_endpoint,
         context_length=engines.context_length,
         log_dir=folder,
@@ -461,7 +477,7 @@ async def _open_sessions(
         judges=judges.names,
         allowed_imports=config.import_paths,
         carried_limit=config.carried_mb << 20,
-        unrouted=None if engines.routes else why_unrouted(config, model),
+        unrouted=None if engines.routes else no_experts_reason(config, model),
         volumes=config.volumes,
         egress=NodeEgress(names=config.egress, networks=config.egress_networks),
         order=weights.order,
@@ -487,9 +503,9 @@ async def _open_sessions(
             nursery,
             sessions_by_key=plane.sessions,
             now=time.time,
-            most_claimed=CLAIMED_AHEAD * services.stages.live.limit if config.runs_tasks else 0,
+            most_claimed=CLAIMS_PER_SLOT * services.stages.live.limit if config.runs_tasks else 0,
             warm=config.warm,
-            held=HeldResults(journal, time.time) if log.shared else None,
+            held=ResultStore(journal, time.time) if log.shared else None,
             engines_ready=lambda: any(host.state == "ready" for host in engines.statistics().hosts),
         )
         async with (
@@ -515,16 +531,16 @@ async def _open_evaluations(
 
 
 def sessions_dir(config: NodeConfig) -> Path:
-    """Logs and artifacts of sessions."""
+    """The folder of the logs and artifacts of sessions."""
     return Path(config.state_dir) / "sessions"
 
 
-def _plane(config: NodeConfig, served: Model) -> ModelPlane:
+def _model_plane(config: NodeConfig, served: Model) -> ModelPlane:
     recordings = Recordings(Path(config.record_requests)) if config.record_requests else None
     return ModelPlane(sessions=LiveSessions(), recordings=recordings, model=served)
 
 
-def _served(engines: Engines, model: LoadedModel) -> Model:
+def _served_model(engines: Engines, model: LoadedModel) -> Model:
     return Model(
         engine=engines,
         template=model.template,
@@ -539,7 +555,7 @@ def _served(engines: Engines, model: LoadedModel) -> Model:
 def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines) -> MachineWatch:
     return MachineWatch(
         stages=services.stages,
-        bounds=Bounds(
+        bounds=StageBounds(
             init=config.init_limit,
             run=config.run_limit,
             post=config.post_limit,
@@ -554,8 +570,8 @@ def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines)
     )
 
 
-def _stages(config: NodeConfig) -> Stages:
-    return Stages(
+def _make_stages(config: NodeConfig) -> StageSlots:
+    return StageSlots(
         live=PrioritySemaphore(limit=config.run_limit + config.ready_limit),
         init=PrioritySemaphore(limit=config.init_limit),
         run=PrioritySemaphore(limit=config.run_limit),

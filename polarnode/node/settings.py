@@ -1,6 +1,6 @@
 """The settings of a node's parts, made from those of the node: engines, teachers, journal, containers.
 
-They read the checkpoint's folder and nothing else of the machine.
+These functions read the checkpoint's folder and nothing else of the machine.
 """
 
 from pathlib import Path
@@ -10,16 +10,16 @@ from attrs import evolve
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.core.errors import ConfigError, ModelError
-from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.protocol import FamilyMarks, Simulation
 from polarnode.engine.settings import (
     EngineSettings,
-    External,
-    Simulated,
-    context_of,
+    ExternalEngine,
+    SimulatedEngine,
+    checkpoint_context,
     experts_of,
     unrouted,
 )
-from polarnode.journal.values import Retention
+from polarnode.journal.values import RetentionLimits
 from polarnode.node.config import NodeConfig, TeacherConfig
 from polarnode.tokens.families import Family
 from polarnode.tokens.template import LoadedModel, load_model
@@ -27,8 +27,8 @@ from polarnode.tokens.tokenizer import vocabulary_difference, vocabulary_sample
 
 
 def engine_settings(config: NodeConfig, state: Path, model: LoadedModel | None) -> EngineSettings:
-    """The policy's engine. Without the model, which takes seconds to load, it is complete for the node's own
-    engine; a simulated and an external one need it.
+    """The settings of the policy's engine. A simulated and an external engine need `model`. For the node's
+    own engine they are complete without it, because loading the model takes seconds.
     """
     if not config.cpu and not config.gpus and config.engine == "sglang":
         raise ConfigError("say where the model runs: --gpus 0-7, --gpus 0, --cpu, or --engine URL")
@@ -58,29 +58,31 @@ def engine_settings(config: NodeConfig, state: Path, model: LoadedModel | None) 
     if model is None or config.engine == "sglang":
         return settings
     if config.engine == "simulated":
-        return evolve(settings, simulated=_simulated(config, model))
-    return evolve(settings, external=_external(config, settings, model))
+        return evolve(settings, simulated=_simulated_settings(config, model))
+    return evolve(settings, external=_external_settings(config, settings, model))
 
 
-ASSUMED_CONTEXT = 32_768  # tokens, where neither a setting, the checkpoint nor a server says how many
+ASSUMED_CONTEXT = 32_768  # tokens of context, where no setting, checkpoint or server says how many
 
 
-def _external(config: NodeConfig, settings: EngineSettings, model: LoadedModel) -> External:
-    """What the servers must agree with; none at all for a node without engines."""
+def _external_settings(config: NodeConfig, settings: EngineSettings, model: LoadedModel) -> ExternalEngine:
+    """The settings of an external engine, with which its servers must agree. A node without engines has no
+    servers.
+    """
     if config.routed_experts and (reason := unrouted(settings)):
         raise ConfigError(f"--routed-experts: {reason}")
-    return External(
+    return ExternalEngine(
         urls=config.engine_urls,
         vocab_size=model.tokenizer.vocab_size,
-        context_length=config.context_length or context_of(settings.model_path) or ASSUMED_CONTEXT,
+        context_length=config.context_length or checkpoint_context(settings.model_path) or ASSUMED_CONTEXT,
         words=vocabulary_sample(model.tokenizer),
         experts=experts_of(settings) if config.routed_experts else None,
     )
 
 
-def retention_of(config: NodeConfig) -> Retention:
-    """How much the journal keeps."""
-    return Retention(
+def retention_settings(config: NodeConfig) -> RetentionLimits:
+    """The limits of what the journal keeps."""
+    return RetentionLimits(
         acknowledged=config.keep_acknowledged_mb << 20,
         everything=config.keep_mb << 20,
         acknowledged_s=config.keep_acknowledged_hours * 3600,
@@ -88,23 +90,23 @@ def retention_of(config: NodeConfig) -> Retention:
     )
 
 
-def why_unrouted(config: NodeConfig, model: LoadedModel) -> str:
+def no_experts_reason(config: NodeConfig, model: LoadedModel) -> str:
     """Why the engine of this node reports no routed experts, and what to do about it."""
     settings = engine_settings(config, Path(config.state_dir), model)
     return unrouted(settings) or "the engine was started without them; start the node with --routed-experts"
 
 
-def _simulated(config: NodeConfig, model: LoadedModel) -> Simulated:
-    return Simulated(
+def _simulated_settings(config: NodeConfig, model: LoadedModel) -> SimulatedEngine:
+    return SimulatedEngine(
         simulation=config.simulated,
         vocab_size=model.tokenizer.vocab_size,
         marks=simulated_marks(model.family),
     )
 
 
-def simulated_marks(family: Family) -> Marks:
-    """What random answers are written with. ModelError for a family that writes calls otherwise than as JSON
-    between marks.
+def simulated_marks(family: Family) -> FamilyMarks:
+    """The marks that random answers are written with. Raises ModelError for a family that does not write
+    calls as JSON between marks.
     """
     if family.call_syntax not in ("json", "none"):
         how = (
@@ -112,7 +114,7 @@ def simulated_marks(family: Family) -> Marks:
             f" otherwise ({family.call_syntax})"
         )
         raise ModelError(f"{how}: leave --model out, or name a Qwen3; a node's load hardly depends on it")
-    return Marks(
+    return FamilyMarks(
         turn_end=family.stop_ids[0],
         think_open=family.think_open,
         think_close=family.think_close,
@@ -143,7 +145,9 @@ def runtimes_settings(config: NodeConfig) -> RuntimesSettings:
 def teacher_settings(
     name: str, teacher: TeacherConfig, state: Path, model: LoadedModel, policy: Path
 ) -> EngineSettings:
-    """The engine of a teacher. ConfigError where its checkpoint has another vocabulary than the policy's."""
+    """The settings of a teacher's engine. Raises ConfigError where its vocabulary differs from the
+    policy's.
+    """
     if teacher.model is not None:
         theirs = load_model(Path(teacher.model)).tokenizer
         if difference := vocabulary_difference(theirs, model.tokenizer):
@@ -154,16 +158,16 @@ def teacher_settings(
     folder = Path(teacher.model or policy)
     simulated = external = None
     if teacher.engine == "simulated":
-        simulated = Simulated(
+        simulated = SimulatedEngine(
             simulation=Simulation(),
             vocab_size=model.tokenizer.vocab_size,
             marks=simulated_marks(model.family),
         )
     if teacher.engine_urls:
-        external = External(
+        external = ExternalEngine(
             urls=teacher.engine_urls,
             vocab_size=model.tokenizer.vocab_size,
-            context_length=teacher.context_length or context_of(folder) or ASSUMED_CONTEXT,
+            context_length=teacher.context_length or checkpoint_context(folder) or ASSUMED_CONTEXT,
             words=vocabulary_sample(model.tokenizer),
         )
     return EngineSettings(

@@ -1,14 +1,14 @@
-"""Finished sessions as training data: which are accepted and why not, conversations for SFT, rows of tokens.
+"""Finished sessions as training data: which are accepted, conversations for SFT, and rows of tokens.
 
-Pure: trajectories in, values out; `cli/generate*.py` reads and writes the files. Nothing is accepted that was
-not evaluated, nothing is written that the session does not contain, and whatever is left out has a reason in
-words.
+This package is pure: trajectories in, values out; `cli/generate*.py` reads and writes the files. A session is
+accepted only if it was evaluated, nothing is written that the session does not contain, and everything that
+is left out has a reason in words.
 """
 
 from polarnode.offline.acceptance import (
     COLUMNS,
-    Acceptance,
     AcceptanceResult,
+    AcceptanceRule,
     facts_of,
     judge,
     parse_acceptance,
@@ -21,17 +21,17 @@ from polarnode.offline.generation import (
     Split,
     TableRow,
     finished,
-    manifest_of,
+    list_slots,
+    make_manifest,
     next_attempt,
     read_manifest,
-    slots_of,
 )
 from polarnode.offline.rows import SftLine, sft_lines
 
 __all__ = [
     "COLUMNS",
-    "Acceptance",
     "AcceptanceResult",
+    "AcceptanceRule",
     "Attempt",
     "GenerationTable",
     "Manifest",
@@ -42,10 +42,10 @@ __all__ = [
     "facts_of",
     "finished",
     "judge",
-    "manifest_of",
+    "list_slots",
+    "make_manifest",
     "next_attempt",
     "parse_acceptance",
     "read_manifest",
     "sft_lines",
-    "slots_of",
 ]

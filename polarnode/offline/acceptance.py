@@ -1,14 +1,15 @@
 """Which sessions are training data: a user's expression over the columns of a trajectory, or the reason a
 session is not.
 
-The expression is parsed with `ast`, restricted to a whitelist, and evaluated without ever raising: no
-attribute, no call except FUNCTIONS, no name except a column, no operator whose cost is not bounded by its
-operands. The logic is three-valued, as in SQL: a comparison with a missing value is `Unknown`, with the
-reason; `and` and `or` ignore it where the other side decides, and a result of Unknown accepts nothing.
+The expression is parsed with `ast`, restricted to a whitelist, and evaluated without ever raising. It may
+have no attributes, no calls except FUNCTIONS, no names except columns, and no operators whose cost is not
+bounded by their operands. The logic is three-valued, as in SQL: a comparison with a missing value is
+`UnknownValue`, with the reason; `and` and `or` ignore an Unknown side if the other side decides, and a
+result of Unknown does not accept.
 
-A new column gets a line in COLUMNS and one in docs/offline-data.md; what a trajectory does not have is None,
-never a made-up 0. Every session has one reason from a closed list, so that a table of reasons adds up; a
-sentence beside it says more.
+A new column gets a line in COLUMNS and one in docs/offline-data.md; a value that a trajectory does not have
+is None, never a made-up 0. Every session has one reason from a closed list, so that a table of reasons adds
+up; a sentence gives more detail.
 """
 
 import ast
@@ -23,20 +24,20 @@ from polarnode.core.errors import Refused
 from polarnode.core.spelling import nearest
 from polarnode.core.trajectory import Trajectory
 
-# characters: enough for a command line, and far below the parser's recursion limit
+# The limit in characters is enough for a command line and far below the parser's recursion limit.
 LONGEST: Final = 1000
 _TYPES: Final = (type(None), bool, int, float, str)
 
 
 @frozen
-class Unknown:
+class UnknownValue:
     """A value that cannot be determined, and why."""
 
     reason: str
 
 
 FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {"len": len, "min": min, "max": max, "abs": abs}
-_ARITHMETIC: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
+_ARITHMETIC_OPERATORS: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -44,7 +45,7 @@ _ARITHMETIC: Final[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
+_COMPARE_OPERATORS: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -56,11 +57,11 @@ _COMPARE: Final[Mapping[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
-_SAME: Final = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)
+_EQUALITY_OPERATORS: Final = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)
 
 
 def read_expression(text: str, columns: Collection[str]) -> ast.expr:
-    """The tree of a valid expression. Refused with one sentence that names the unknown part."""
+    """Parse an expression into its tree. Raises Refused with one sentence that names the unknown part."""
     if len(text) > LONGEST:
         raise Refused(f"the expression has {len(text)} characters: {LONGEST} are enough")
     try:
@@ -88,7 +89,7 @@ def _check(node: ast.expr, columns: Collection[str]) -> None:
             _check_all(values, columns)
         case ast.UnaryOp(op=ast.Not() | ast.USub() | ast.UAdd(), operand=operand):
             _check(operand, columns)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC_OPERATORS:
             _check_all([left, right], columns)
         case ast.Compare(left=left, comparators=others):
             _check_all([left, *others], columns)
@@ -117,36 +118,36 @@ def _known(name: str, columns: Collection[str], node: ast.expr) -> None:
 
 
 def evaluate(node: ast.expr, facts: Mapping[str, Json]) -> Any:
-    """The value of a parsed expression for these columns; Unknown where it has none. Never raises."""
+    """The value of a parsed expression for these columns, or Unknown if it has none. Never raises."""
     match node:
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name):
             return facts.get(name)
         case ast.Call(func=ast.Name(id=name), args=args):
-            return _applied(node, FUNCTIONS[name], [evaluate(each, facts) for each in args])
+            return _apply_function(node, FUNCTIONS[name], [evaluate(each, facts) for each in args])
         case ast.BoolOp(op=op, values=values):
             return _joined(isinstance(op, ast.And), values, facts)
         case ast.UnaryOp(op=op, operand=operand):
-            return _unary(node, op, evaluate(operand, facts))
+            return _apply_unary(node, op, evaluate(operand, facts))
         case ast.BinOp(left=left, op=op, right=right):
-            return _arithmetic(node, op, evaluate(left, facts), evaluate(right, facts))
+            return _apply_arithmetic(node, op, evaluate(left, facts), evaluate(right, facts))
         case ast.Compare():
-            return _compared(node, facts)
+            return _evaluate_comparison(node, facts)
         case ast.Subscript(value=value, slice=ast.Constant(value=key)):
             return _member(evaluate(value, facts), key)
         case ast.List(elts=elts) | ast.Tuple(elts=elts):
             return _listed([evaluate(each, facts) for each in elts])
-    return Unknown(f"{ast.unparse(node)} cannot be evaluated")
+    return UnknownValue(f"{ast.unparse(node)} cannot be evaluated")
 
 
 def _listed(values: list[Any]) -> Any:
-    return next((each for each in values if isinstance(each, Unknown)), values)
+    return next((each for each in values if isinstance(each, UnknownValue)), values)
 
 
 def _member(whole: Any, key: Any) -> Any:
-    """A member that is not there is missing, like a column that has no value."""
-    if isinstance(whole, Unknown):
+    """The value of a member. An absent member counts as missing, like a column without a value."""
+    if isinstance(whole, UnknownValue):
         return whole
     if isinstance(whole, dict):
         return whole.get(key)
@@ -156,58 +157,58 @@ def _member(whole: Any, key: Any) -> Any:
 
 
 def _joined(all_of: bool, values: list[ast.expr], facts: Mapping[str, Json]) -> Any:
-    """Kleene's and, or: one side that decides is enough."""
-    unknown: Unknown | None = None
+    """The `and` or `or` of Kleene's logic: one side that decides is enough."""
+    unknown: UnknownValue | None = None
     for each in values:
         found = truth(evaluate(each, facts))
-        if isinstance(found, Unknown):
+        if isinstance(found, UnknownValue):
             unknown = unknown or found
         elif found is not all_of:
             return found
     return unknown if unknown is not None else all_of
 
 
-def truth(value: Any) -> bool | Unknown:
-    """Whether a value holds; a missing one does neither."""
+def truth(value: Any) -> bool | UnknownValue:
+    """Whether a value is true; a missing value is neither true nor false."""
     return (
         value
-        if isinstance(value, Unknown)
-        else Unknown("a value is missing")
+        if isinstance(value, UnknownValue)
+        else UnknownValue("a value is missing")
         if value is None
         else bool(value)
     )
 
 
-def _unary(node: ast.expr, op: ast.unaryop, value: Any) -> Any:
+def _apply_unary(node: ast.expr, op: ast.unaryop, value: Any) -> Any:
     if isinstance(op, ast.Not):
         found = truth(value)
-        return found if isinstance(found, Unknown) else not found
-    return _applied(node, operator.neg if isinstance(op, ast.USub) else operator.pos, [value])
+        return found if isinstance(found, UnknownValue) else not found
+    return _apply_function(node, operator.neg if isinstance(op, ast.USub) else operator.pos, [value])
 
 
-def _arithmetic(node: ast.expr, op: ast.operator, left: Any, right: Any) -> Any:
-    unknown = next((each for each in (left, right) if isinstance(each, Unknown)), None)
+def _apply_arithmetic(node: ast.expr, op: ast.operator, left: Any, right: Any) -> Any:
+    unknown = next((each for each in (left, right) if isinstance(each, UnknownValue)), None)
     if unknown is None and (left is None or right is None):
-        return Unknown(f"{ast.unparse(node)}: a value is missing")
+        return UnknownValue(f"{ast.unparse(node)}: a value is missing")
     if unknown is None and not all(isinstance(each, int | float) for each in (left, right)):
         # 'a' * 10**9 is not tried
-        return Unknown(f"{ast.unparse(node)} needs two numbers, not {_shown(left)} and {_shown(right)}")
-    return unknown or _applied(node, _ARITHMETIC[type(op)], [left, right])
+        return UnknownValue(f"{ast.unparse(node)} needs two numbers, not {_shown(left)} and {_shown(right)}")
+    return unknown or _apply_function(node, _ARITHMETIC_OPERATORS[type(op)], [left, right])
 
 
-def _applied(node: ast.expr, function: Callable[..., Any], values: list[Any]) -> Any:
+def _apply_function(node: ast.expr, function: Callable[..., Any], values: list[Any]) -> Any:
     unknown = _listed(values)
-    if isinstance(unknown, Unknown):
+    if isinstance(unknown, UnknownValue):
         return unknown
     if any(value is None for value in values):
-        return Unknown(f"{ast.unparse(node)} has a part that is missing")
+        return UnknownValue(f"{ast.unparse(node)} has a part that is missing")
     try:
         return function(*values)
     except (TypeError, ValueError, ArithmeticError) as error:
-        return Unknown(f"{ast.unparse(node)} cannot be computed: {error}")
+        return UnknownValue(f"{ast.unparse(node)} cannot be computed: {error}")
 
 
-def _compared(node: ast.Compare, facts: Mapping[str, Json]) -> Any:
+def _evaluate_comparison(node: ast.Compare, facts: Mapping[str, Json]) -> Any:
     left = evaluate(node.left, facts)
     for op, other in zip(node.ops, node.comparators, strict=True):
         right = evaluate(other, facts)
@@ -226,17 +227,17 @@ def _is_none(node: ast.expr) -> bool:
 
 def _pair(op: ast.cmpop, left: Any, right: Any, *, asked_of_nothing: bool, shown: str) -> Any:
     for each in (left, right):
-        if isinstance(each, Unknown):
+        if isinstance(each, UnknownValue):
             return each
-    if (left is None or right is None) and not (asked_of_nothing and isinstance(op, _SAME)):
-        return Unknown(f"{shown}: a value is missing")
-    # by value: "is True" means it, and identity of numbers means nothing
+    if (left is None or right is None) and not (asked_of_nothing and isinstance(op, _EQUALITY_OPERATORS)):
+        return UnknownValue(f"{shown}: a value is missing")
+    # `is` compares by value: "is True" means equality, and identity of numbers means nothing.
     if isinstance(op, ast.Is | ast.IsNot):
         return (left == right) is isinstance(op, ast.Is)
     try:
-        return bool(_COMPARE[type(op)](left, right))
+        return bool(_COMPARE_OPERATORS[type(op)](left, right))
     except TypeError:
-        return Unknown(f"{shown}: {_shown(left)} and {_shown(right)} cannot be compared")
+        return UnknownValue(f"{shown}: {_shown(left)} and {_shown(right)} cannot be compared")
 
 
 def _shown(value: Any) -> str:
@@ -294,7 +295,7 @@ def facts_of(trajectory: Trajectory) -> dict[str, Json]:
     }
 
 
-Reason = Literal[
+AcceptanceReason = Literal[
     "accepted",
     "reward",
     "expression",
@@ -306,14 +307,14 @@ Reason = Literal[
     "cancelled",
     "interrupted",
 ]
-REASONS: Final[tuple[Reason, ...]] = (
+REASONS: Final[tuple[AcceptanceReason, ...]] = (
     "accepted", "reward", "expression", "timeout", "failed", "error", "empty", "no trace",
     "cancelled", "interrupted",
 )  # fmt: skip
 
 
 @frozen(kw_only=True)
-class Acceptance:
+class AcceptanceRule:
     """The acceptance expression: its text and its parsed tree."""
 
     text: str
@@ -324,7 +325,7 @@ class Acceptance:
 class AcceptanceResult:
     """Whether a session is data; `reason` is one of REASONS, `because` a sentence."""
 
-    reason: Reason
+    reason: AcceptanceReason
     because: str = ""
 
     @property
@@ -332,30 +333,32 @@ class AcceptanceResult:
         return self.reason == "accepted"
 
 
-def parse_acceptance(text: str) -> Acceptance:
-    """Parse an expression over COLUMNS. Refused with a sentence if it is invalid."""
-    return Acceptance(text=text.strip(), tree=read_expression(text, tuple(COLUMNS)))
+def parse_acceptance(text: str) -> AcceptanceRule:
+    """Parse an expression over COLUMNS. Raises Refused with a sentence if it is invalid."""
+    return AcceptanceRule(text=text.strip(), tree=read_expression(text, tuple(COLUMNS)))
 
 
-def is_empty(trajectory: Trajectory) -> bool:
-    """Whether nothing was generated: no turn of its own, or none whose answer has a call, or a text or
-    thought with a letter in it.
+def has_no_answer(trajectory: Trajectory) -> bool:
+    """Whether a session generated nothing: it has no turn of its own, or none whose answer has a call, or has
+    a letter in its text or thought.
     """
     own = (turn for turn in trajectory.turns if turn.index >= trajectory.inherited)
-    return not any(_says(part) for turn in own if turn.answer is not None for part in turn.answer.parts)
+    return not any(
+        _has_content(part) for turn in own if turn.answer is not None for part in turn.answer.parts
+    )
 
 
-def _says(part: Part) -> bool:
+def _has_content(part: Part) -> bool:
     return isinstance(part, ToolCall) or bool(part.text.strip())
 
 
-def judge(acceptance: Acceptance, trajectory: Trajectory) -> AcceptanceResult:
+def judge(acceptance: AcceptanceRule, trajectory: Trajectory) -> AcceptanceResult:
     """Whether a session is accepted, and why not. Never raises. An empty session or one without a trace is
     never accepted, whatever the expression.
     """
-    if trajectory.outcome.status in ("cancelled", "interrupted"):  # it was stopped before its end
+    if trajectory.outcome.status in ("cancelled", "interrupted"):  # the session was stopped before its end
         return AcceptanceResult(reason=trajectory.outcome.status, because=_why(trajectory))
-    if is_empty(trajectory):
+    if has_no_answer(trajectory):
         return AcceptanceResult(reason="empty", because="no turn of it has an answer")
     facts = facts_of(trajectory)
     if truth(evaluate(acceptance.tree, facts)) is not True:
@@ -365,10 +368,12 @@ def judge(acceptance: Acceptance, trajectory: Trajectory) -> AcceptanceResult:
     return AcceptanceResult(reason="accepted")
 
 
-def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str, Json]) -> AcceptanceResult:
-    status, clause = trajectory.outcome.status, _clause(acceptance.tree, facts)
+def _refused(
+    acceptance: AcceptanceRule, trajectory: Trajectory, facts: Mapping[str, Json]
+) -> AcceptanceResult:
+    status, clause = trajectory.outcome.status, _failing_clause(acceptance.tree, facts)
     found = truth(evaluate(clause, facts))
-    detail = found.reason if isinstance(found, Unknown) else f"{ast.unparse(clause)} does not hold"
+    detail = found.reason if isinstance(found, UnknownValue) else f"{ast.unparse(clause)} does not hold"
     if status in ("timeout", "failed", "error"):
         return AcceptanceResult(reason=status, because=f"{_why(trajectory)}; {detail}")
     of_reward = any(isinstance(node, ast.Name) and node.id == "reward" for node in ast.walk(clause))
@@ -376,8 +381,10 @@ def _refused(acceptance: Acceptance, trajectory: Trajectory, facts: Mapping[str,
     return AcceptanceResult(reason="reward" if of_reward else "expression", because=named)
 
 
-def _clause(tree: ast.expr, facts: Mapping[str, Json]) -> ast.expr:
-    """The first part of a conjunction that does not hold, or the whole expression if it is no conjunction."""
+def _failing_clause(tree: ast.expr, facts: Mapping[str, Json]) -> ast.expr:
+    """The first part of a conjunction that is not true, or the whole expression if it is not a
+    conjunction.
+    """
     if not (isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)):
         return tree
     return next((each for each in tree.values if truth(evaluate(each, facts)) is not True), tree)

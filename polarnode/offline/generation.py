@@ -1,13 +1,15 @@
 """One generation of offline data: its manifest, its slots (samples to run), the held-out split and the table
 of results.
 
-The manifest records what a folder was started with, so that it is only resumed with the same. Acceptance,
-splits and retries are not in it: they are applied to what there is, each time.
+The manifest records what a folder was started with, so that it is only resumed with the same tasks.
+Acceptance, splits and retries are not in it, because they are applied anew to the existing sessions each
+time.
 
-A slot is one sample of one task of the source. Each attempt at it is a task of its own, whose name contains
-both, so that after a `kill -9` the node's journal alone says what is done. Names never change for the same
-source, or a folder could not be resumed. The same values and share give the same split on every machine and
-in every order. In the table, a row's reasons add up to its attempts, and the rows to the last one.
+A slot is one sample of one task of the source. Each attempt at a slot is a task of its own, whose name
+contains the task and the sample, so that after a `kill -9` the node's journal alone says what is done. Names
+never change for the same source, because otherwise a folder could not be resumed. The same values and share
+give the same split on every machine and in every order. In the table, a row's reasons add up to its attempts,
+and the rows add up to the last row.
 """
 
 from collections import Counter
@@ -24,12 +26,12 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.core.task import GroupSpec, TaskSpec
 from polarnode.core.trajectory import Status, Trajectory
-from polarnode.offline.acceptance import REASONS, AcceptanceResult, Reason
+from polarnode.offline.acceptance import REASONS, AcceptanceReason, AcceptanceResult
 
 
 @frozen(kw_only=True)
 class Manifest:
-    """`digest` is of all tasks as they are submitted, in order."""
+    """What a folder was started with. `digest` covers all tasks as they are submitted, in order."""
 
     source: str
     harness: str
@@ -45,7 +47,7 @@ class Manifest:
         return body
 
     def check(self, now: "Manifest", *, folder: str) -> None:
-        """Refused when the folder was started with something else."""
+        """Raise Refused if the folder was started with something else."""
         for each in fields(Manifest):
             was, is_now = getattr(self, each.name), getattr(now, each.name)
             if was != is_now:
@@ -60,7 +62,7 @@ class Manifest:
                 )
 
 
-def manifest_of(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: str, engine: str) -> Manifest:
+def make_manifest(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: str, engine: str) -> Manifest:
     """The manifest of these tasks."""
     digest = blake2b(digest_size=16)
     for name, spec in tasks:
@@ -78,7 +80,7 @@ def manifest_of(tasks: Sequence[tuple[str, TaskSpec]], *, source: str, model: st
 
 
 def read_manifest(body: Json, *, folder: str) -> Manifest:
-    """The manifest of a folder. Refused if the folder has no valid one."""
+    """The manifest of a folder. Raises Refused if the folder has no valid one."""
     try:
         return structure(body, Manifest)
     except Refused as refused:
@@ -87,9 +89,9 @@ def read_manifest(body: Json, *, folder: str) -> Manifest:
         ) from refused
 
 
-_NAME: Final = 80  # characters of a source's own name kept in a task's: its whole is in the digest
+_NAME: Final = 80  # characters of a source's name kept in a task's name; the digest covers all of it
 _PLAIN: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
-# a session that was stopped before its end is no attempt
+# A session that was stopped before its end is not an attempt.
 RUN_AGAIN: Final[frozenset[Status]] = frozenset({"cancelled", "interrupted"})
 
 
@@ -129,9 +131,9 @@ class Attempt:
     accepted: bool = False
 
 
-def slots_of(tasks: Sequence[tuple[str, TaskSpec]]) -> Iterator[Slot]:
-    """Every sample of every task, samples of one task next to each other: they share their prompt, and the
-    engine's cache holds it.
+def list_slots(tasks: Sequence[tuple[str, TaskSpec]]) -> Iterator[Slot]:
+    """Every sample of every task. Samples of one task are next to each other, because they share their prompt
+    and the engine's cache then holds it.
     """
     for place, (name, spec) in enumerate(tasks):
         for sample in range(spec.num_samples):
@@ -152,7 +154,9 @@ def next_attempt(attempts: Sequence[Attempt]) -> int:
 
 
 def _plain(name: str) -> str:
-    """A name as tasks may be called; one that had to be changed ends with a digest of its own."""
+    """A name that is allowed for a task. If a name had to be changed, it ends with a digest of the
+    original.
+    """
     kept = "".join(letter if letter in _PLAIN else "-" for letter in name[:_NAME])
     return (
         kept
@@ -161,8 +165,8 @@ def _plain(name: str) -> str:
     )
 
 
-# metadata that names the origin of tasks, the first that any task has
-GROUPING: Final = ("repo", "dataset", "source")
+# Metadata keys that name the origin of tasks; the first one that any task has is used.
+GROUPING_KEYS: Final = ("repo", "dataset", "source")
 ALL: Final = "all"
 OTHER: Final = "(none)"
 
@@ -172,7 +176,7 @@ class TableRow:
     """One row of the table."""
 
     name: str
-    reasons: Counter[Reason] = field(factory=Counter)
+    reasons: Counter[AcceptanceReason] = field(factory=Counter)
     turns: int = 0
     sampled_tokens: int = 0
     run_s: float = 0.0
@@ -200,7 +204,7 @@ class TableRow:
 
 @define(eq=False)
 class GenerationTable:
-    """All rows. `by` is the metadata key that groups them; None puts everything into one."""
+    """All rows of the table. `by` is the metadata key that groups them; None puts everything into one row."""
 
     by: str | None
     total: TableRow = field(factory=lambda: TableRow(ALL))
@@ -214,11 +218,11 @@ class GenerationTable:
         self.total.add(trajectory, result)
 
     def rows(self) -> list[TableRow]:
-        """The rows, the largest share first as in the literature, and the sum last."""
+        """The rows, with the largest share first, as is usual in the literature, and the sum last."""
         ordered = sorted(self.groups.values(), key=lambda group: (-group.share, group.name))
         return [*ordered, self.total]
 
-    def seen(self) -> list[Reason]:
+    def seen(self) -> list[AcceptanceReason]:
         """The reasons other than acceptance that occurred, in their order."""
         return [reason for reason in REASONS if reason != "accepted" and self.total.reasons[reason]]
 
@@ -247,14 +251,18 @@ def group_name(metadata: Mapping[str, Json], key: str) -> str:
     return OTHER if value is None else value if isinstance(value, str) else str(value)
 
 
-def grouping_of(tasks: Sequence[Mapping[str, Json]]) -> str | None:
+def find_grouping(tasks: Sequence[Mapping[str, Json]]) -> str | None:
     """The first key of GROUPING that some task's metadata has."""
-    return next((key for key in GROUPING if any(metadata.get(key) is not None for metadata in tasks)), None)
+    return next(
+        (key for key in GROUPING_KEYS if any(metadata.get(key) is not None for metadata in tasks)), None
+    )
 
 
 @frozen(kw_only=True)
 class Split:
-    """`values` of the metadata key `by` are held out; no `by`, nothing is."""
+    """The held-out split: tasks whose metadata key `by` has one of `values`. Without `by`, nothing is held
+    out.
+    """
 
     by: str | None = None
     values: frozenset[str] = frozenset()
@@ -264,9 +272,9 @@ class Split:
         return self.by is not None and group_name(metadata, self.by) in self.values
 
 
-def split_of(tasks: Iterable[Mapping[str, Json]], *, by: str | None, share: float) -> Split:
-    """Hold out `share` of the values of a key, rounded up, and never all: those whose names hash lowest.
-    Refused for a key with one value.
+def make_split(tasks: Iterable[Mapping[str, Json]], *, by: str | None, share: float) -> Split:
+    """Hold out a `share` of the values of a key, rounded up but never all of them: those with the lowest
+    hashes. Raises Refused for a key with one value.
     """
     if by is None:
         return Split()

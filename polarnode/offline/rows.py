@@ -1,17 +1,18 @@
-"""What a file of training data has of a session: its training rows in Parquet, or its conversations for SFT.
+"""The content of a file of training data: the training rows of sessions in Parquet, or their conversations
+for SFT.
 
-Parquet: token ids, mask and logprobs as packed columns, with the session they belong to. The schema is
-documented in docs/offline-data.md: columns are added, never renamed. Numbers go from packed array to column
-without a Python object each, and every row is an exact trace: what is read back is what was trained on.
-pyarrow is imported only when a table is made (`pip install 'polarnode[data]'`).
+Parquet: token ids, mask and logprobs are packed columns, with the session they belong to.
+docs/offline-data.md documents the schema: columns are added, never renamed. Numbers go from packed arrays to
+columns without a Python object for each, and every row is an exact trace: a reader gets exactly what was
+trained on. pyarrow is imported only when a table is made (`pip install 'polarnode[data]'`).
 
-Conversations: messages and tools are written as `transformers.apply_chat_template` and TRL take them: one
-conversation for each main lineage, what stands at the end of its last training row, from the first message to
-the last answer, in the recorded words. Nothing is decoded from tokens and nothing is repaired; where words
-are missing there is no line, and a reason. A sampled token is never encoded again in training, so the
-template's rendering need not equal the trained tokens: a model may write its JSON with other whitespace, a
-template may leave out earlier thoughts. `compared` reports the first difference; where they differ the tokens
-are right.
+Conversations: messages and tools are written in the form that `transformers.apply_chat_template` and TRL
+take. There is one conversation for each main lineage: that at the end of its last training row, from the
+first message to the last answer, in the recorded words. Nothing is decoded from tokens and nothing is
+repaired; if words are missing, there is a reason in place of a line. A sampled token is never encoded again
+in training, so the template's rendering need not equal the trained tokens: a model may write its JSON with
+other whitespace, a template may leave out earlier thoughts. `compared` reports the first difference; if the
+two differ, the tokens are right.
 """
 
 from array import array
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import frozen
 
 from polarnode.core.codec.json import dump_json, plain, read_json
-from polarnode.core.codec.limits import nested_deeper
+from polarnode.core.codec.limits import exceeds_depth
 from polarnode.core.conversation import Conversation, Json, Message
 from polarnode.core.errors import ConfigError, Refused, boundary
 from polarnode.core.trajectory import Trace, Trajectory, Turn, line_of, sequence
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 # ── rows in Parquet ───────────────────────────────────────────────────────────
 
 VERSION: Final = b"1"
-# tokens of a row group: 9 MB of columns, few enough to hold, many enough to compress
-GROUP_TOKENS: Final = 1 << 20
+# The tokens of a row group. They make 9 MB of columns, which is small enough to hold and large enough to
+# compress.
+ROW_GROUP_TOKENS: Final = 1 << 20
 
 
 @frozen(kw_only=True)
@@ -61,7 +63,7 @@ def rows_of(trajectory: Trajectory, *, accepted: bool, held_out: bool) -> list[P
 
 
 def schema() -> "pa.Schema":
-    """The columns. ConfigError where pyarrow is not installed."""
+    """The schema of the columns. Raises ConfigError if pyarrow is not installed."""
     pa = arrow()
     turn_span = pa.struct(
         [("turn", pa.int32()), ("start", pa.int32()), ("end", pa.int32()), ("reward", pa.float64())]
@@ -97,7 +99,7 @@ def schema() -> "pa.Schema":
 
 
 def table(rows: Sequence[ParquetRow]) -> "pa.Table":
-    """Rows as one table, a row group's worth of them."""
+    """The rows of one row group as a table."""
     pa = arrow()
     plain = [_plain_columns(row) for row in rows]
     packed: Mapping[str, Any] = {
@@ -143,7 +145,7 @@ def _plain_columns(row: ParquetRow) -> dict[str, Json]:
 
 
 def _lists(pa: Any, values: "Sequence[array[Any] | bytes]", kind: Any, width: int) -> Any:
-    """A column of lists from packed numbers, by their memory."""
+    """A column of lists that is made from the memory of packed numbers."""
     offsets = array("i", [0])
     for value in values:
         offsets.append(offsets[-1] + len(value))
@@ -154,7 +156,7 @@ def _lists(pa: Any, values: "Sequence[array[Any] | bytes]", kind: Any, width: in
 
 
 def arrow() -> Any:
-    """pyarrow. ConfigError with the remedy where it is not installed."""
+    """The pyarrow module. Raises ConfigError with the remedy if it is not installed."""
     with boundary(
         ConfigError,
         "rows.parquet needs pyarrow: pip install 'polarnode[data]', or leave the rows out with --rows none",
@@ -166,12 +168,14 @@ def arrow() -> Any:
 # ── conversations ─────────────────────────────────────────────────────────────
 
 Found = Literal["equal", "differs", "refused"]
-_TAIL: Final = 4  # ids a template writes after the last turn's end: a line feed, as a rule
+_MAX_TAIL_IDS: Final = 4  # ids that a template writes after the last turn's end, usually a line feed
 
 
 @frozen(kw_only=True)
-class Comparison:
-    """`at` is the first token that differs, of `length` trained ones."""
+class TokenComparison:
+    """A comparison of a rendering with the trained tokens. `at` is the first of the `length` trained tokens
+    that differs.
+    """
 
     found: Found
     at: int = 0
@@ -179,17 +183,17 @@ class Comparison:
     why: str = ""
 
 
-def compared(trained: Sequence[int], rendered: Sequence[int]) -> Comparison:
-    """Equal when the rendering is the trained sequence, or that and what the template writes between two
-    turns.
+def compared(trained: Sequence[int], rendered: Sequence[int]) -> TokenComparison:
+    """Compare a rendering with the trained sequence. They are equal if the rendering is that sequence, or
+    that sequence followed by what the template writes between two turns.
     """
     shared = next(
         (place for place, (one, other) in enumerate(zip(trained, rendered, strict=False)) if one != other),
         min(len(trained), len(rendered)),
     )
-    if shared == len(trained) and len(rendered) - shared <= _TAIL:
-        return Comparison(found="equal", at=shared, length=len(trained))
-    return Comparison(found="differs", at=shared, length=len(trained))
+    if shared == len(trained) and len(rendered) - shared <= _MAX_TAIL_IDS:
+        return TokenComparison(found="equal", at=shared, length=len(trained))
+    return TokenComparison(found="differs", at=shared, length=len(trained))
 
 
 @frozen(kw_only=True)
@@ -198,11 +202,11 @@ class SftLine:
 
     body: dict[str, Json]
     token_ids: Sequence[int]
-    thinking: bool | None  # enable_thinking of the template
+    thinking: bool | None  # the template's enable_thinking
 
 
 def sft_lines(trajectory: Trajectory) -> tuple[list[SftLine], list[str]]:
-    """The lines of an accepted session, and why there is none for a lineage, a sentence each."""
+    """The lines of an accepted session, and a sentence for each lineage that has no line."""
     turns = {turn.index: turn for turn in trajectory.turns}
     lines: list[SftLine] = []
     missing: list[str] = []
@@ -225,7 +229,7 @@ def sft_lines(trajectory: Trajectory) -> tuple[list[SftLine], list[str]]:
 
 
 def _last_turns(traces: Sequence[Trace]) -> dict[int, int]:
-    """The turn that each main lineage's training sequences end with, the last of them."""
+    """The last turn with which the training sequences of each main lineage end."""
     found: dict[int, int] = {}
     for trace in traces:
         if trace.role == "main" and trace.turn_spans:
@@ -256,8 +260,8 @@ def _line(
 def _sampled(
     messages: Sequence[Message], turns: Mapping[int, Turn], last: int, *, inherited: int
 ) -> Iterator[int]:
-    """The places of the assistant messages that were sampled in this very sequence: the others were shown as
-    history, or are those of turns that a fork inherited.
+    """The positions of the assistant messages that were sampled in this very sequence. The others were shown
+    as history, or belong to turns that a fork inherited.
     """
     line = line_of(turns, last) or ()
     added = [turn.new_messages.messages for turn in line if turn.new_messages is not None]
@@ -272,7 +276,7 @@ def _sampled(
 
 
 def messages_json(messages: Sequence[Message]) -> Iterator[Json]:
-    """The messages, a tool's result with the name of what was called."""
+    """The messages as JSON; a tool's result has the name of the tool that was called."""
     names: dict[str, str] = {}
     for message in messages:
         names |= {call.id: call.name for call in message.calls}
@@ -305,4 +309,4 @@ def _arguments(text: str) -> Json:
         found = read_json(text.encode("utf-8", "surrogatepass"))
     except Refused:
         return text
-    return found if isinstance(found, dict) and not nested_deeper(found) else text
+    return found if isinstance(found, dict) and not exceeds_depth(found) else text

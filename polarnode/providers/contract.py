@@ -18,7 +18,7 @@ from attrs import field, frozen
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Delta, Json, ModelRequest, Usage
 from polarnode.core.errors import Busy, ContextTooLong, Refused, shortened
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.read_parts import PartsCache
 
 # ── requests and answers ────────────────────────────────────────────────────────────
 
@@ -52,7 +52,7 @@ FaultKind = Literal[
 ]
 
 # Transient faults. A status with `retry-after`, or a broken connection, makes clients send the request again.
-TRIED_AGAIN: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
+RETRYABLE_FAULTS: Final[frozenset[FaultKind]] = frozenset(("overloaded", "engine_failed", "cancelled"))
 
 
 @frozen(kw_only=True)
@@ -158,7 +158,7 @@ class NoMemory:
 
 
 @frozen(kw_only=True)
-class Envelope:
+class RequestEnvelope:
     """Everything of a request but its body. `headers` have lower-case names; `model` is the name in the path,
     if the path has one; `query` is verbatim.
 
@@ -172,11 +172,11 @@ class Envelope:
     operation: Operation = "generate"
     query: str = ""
     memory: Memory = NoMemory()
-    parts: ReadParts = field(factory=ReadParts)
+    parts: PartsCache = field(factory=PartsCache)
 
 
 @frozen
-class LastWords:
+class FinalBytes:
     """The last bytes of a failed stream, which is then ended properly. They are for an API whose clients
     recognise a failure by these bytes, but lose them if the connection breaks right after them.
     """
@@ -204,9 +204,9 @@ class StreamWriter(Protocol):
 
     def end(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
 
-    def failed(self, fault: Fault) -> bytes | LastWords | None:
+    def failed(self, fault: Fault) -> bytes | FinalBytes | None:
         """The bytes to send after a failure: an error event before the connection is broken, or None to only
-        break it. After `LastWords` the stream is ended properly instead, because no client takes those bytes
+        break it. After `FinalBytes` the stream is ended properly instead, because no client takes those bytes
         for the end of an answer.
         """
 
@@ -217,7 +217,7 @@ class Dialect(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         """Read `body` as a request. Raises Refused with the path of the field. The body of a count request
         may lack what sampling needs.
         """
@@ -260,7 +260,7 @@ class FaultRow:
 def error_reply(status: int, body: Json, fault: Fault) -> Reply:
     """An error as JSON, with the headers that its kind requires."""
     headers = [("content-type", JSON_TYPE)]
-    if fault.kind in TRIED_AGAIN:
+    if fault.kind in RETRYABLE_FAULTS:
         headers.append(("retry-after", str(fault.retry_after_s or RETRY_AFTER_S)))
     if fault.allow is not None:
         headers.append(("allow", fault.allow))

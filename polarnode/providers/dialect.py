@@ -17,15 +17,15 @@ from polarnode.providers.contract import (
     JSON_TYPE,
     STREAM_TYPE,
     Dialect,
-    Envelope,
     Fault,
     FaultKind,
-    LastWords,
+    FinalBytes,
     Memory,
     ModelCallInfo,
     NoMemory,
     Operation,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -37,15 +37,15 @@ __all__ = [
     "JSON_TYPE",
     "STREAM_TYPE",
     "Dialect",
-    "Envelope",
     "Fault",
     "FaultKind",
-    "LastWords",
+    "FinalBytes",
     "Memory",
     "ModelCallInfo",
     "NoMemory",
     "Operation",
     "Reply",
+    "RequestEnvelope",
     "Route",
     "ServedModel",
     "StreamWriter",
@@ -69,7 +69,7 @@ class Route:
 
 
 # One row per path: the end of the path without the version, the provider, the operation.
-_POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
+_POST_ROUTES: tuple[tuple[str, Dialect, Operation], ...] = (
     ("/chat/completions", OPENAI_CHAT, "generate"),
     ("/responses", OPENAI_RESPONSES, "generate"),
     ("/responses/compact", OPENAI_RESPONSES, "compact"),
@@ -80,25 +80,27 @@ _POSTS: tuple[tuple[str, Dialect, Operation], ...] = (
 
 # Google's paths end with the model's name, which may contain anything, and the method after the last colon.
 # The pattern covers all paths of AI Studio and Vertex.
-_METHOD = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
+_GOOGLE_METHOD_PATH = re.compile(r".*?/(?:models|tunedModels|endpoints)/(?P<model>.+):(?P<method>\w+)")
 _METHODS: Mapping[str, tuple[Operation, bool]] = {
     "generateContent": ("generate", False),
     "streamGenerateContent": ("generate", True),
     "countTokens": ("count_tokens", False),
 }
 # a method's name, unlike a tag in a model's name (`qwen:7b`)
-_CAMEL = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")
-_GOOGLE = re.compile(r".*/(?:v1beta1?|publishers|tunedModels|cachedContents)(?:/.*)?")
+_METHOD_NAME = re.compile(r"[a-z]+(?:[A-Z][a-z]*)+|predict")
+_GOOGLE_PATH = re.compile(r".*/(?:v1beta1?|publishers|tunedModels|cachedContents)(?:/.*)?")
 
 _SESSION = re.compile(r"/sessions/([^/]+)")
-_MODELS = re.compile(r"(?P<prefix>.*?)(?:/v1|/v1beta1?)?(?:/publishers/[^/]+)?/models(?:/(?P<model>.+))?")
-_NOT_OURS = "/api"  # Clients recognise LM Studio by `/api/v1/models`.
+_MODELS_PATH = re.compile(
+    r"(?P<prefix>.*?)(?:/v1|/v1beta1?)?(?:/publishers/[^/]+)?/models(?:/(?P<model>.+))?"
+)
+_FOREIGN_PREFIX = "/api"  # Clients recognise LM Studio by `/api/v1/models`.
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
     """The route of a request. None if it has none; `missed` then returns the response."""
     found = _find(path, headers)
-    return found if found is not None and method == _method(found) else None
+    return found if found is not None and method == _served_method(found) else None
 
 
 def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
@@ -107,13 +109,15 @@ def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
     if found is None:
         fault = Fault(
             kind="not_found",
-            message=f"there is no {_clean(path)} here: this node serves models to harnesses and nothing else",
+            message=(
+                f"there is no {_clean_path(path)} here: this node serves models to harnesses and nothing else"
+            ),
         )
         return not_found_dialect(path, headers).error(fault)
-    allow = _method(found)
+    allow = _served_method(found)
     fault = Fault(
         kind="method_not_allowed",
-        message=f"{method} is not served on {_clean(path)}: use {allow}",
+        message=f"{method} is not served on {_clean_path(path)}: use {allow}",
         allow=allow,
     )
     return found.dialect.error(fault)
@@ -121,7 +125,7 @@ def missed(method: str, path: str, headers: Mapping[str, str]) -> Reply:
 
 def not_found_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
     """The dialect whose error format answers a request without a route."""
-    if _speaks_google(_clean(path), headers):
+    if _speaks_google(_clean_path(path), headers):
         return GOOGLE
     if "/responses" in path:
         return OPENAI_RESPONSES
@@ -133,39 +137,39 @@ def session_keys(target: str, headers: Mapping[str, str]) -> tuple[str, ...]:
     unchanged, the keys in the three headers, and `key` in the query, as in manual calls of Google's API.
     """
     path, _, query = target.partition("?")
-    prefix = _SESSION.search(_clean(path))
+    prefix = _SESSION.search(_clean_path(path))
     named = [
         headers.get("x-api-key") or "",
         headers.get("x-goog-api-key") or "",
         *parse_qs(query).get("key", ()),
     ]
-    candidates = [prefix[1] if prefix else "", _bearer(headers), *named]
+    candidates = [prefix[1] if prefix else "", _bearer_key(headers), *named]
     return tuple(dict.fromkeys(key.strip() for key in candidates if key.strip()))
 
 
 def _find(path: str, headers: Mapping[str, str]) -> Route | None:
-    path = _SESSION.sub("", _clean(path), count=1)  # A session may have any name, even `models`.
-    for end, dialect, operation in _POSTS:
+    path = _SESSION.sub("", _clean_path(path), count=1)  # A session may have any name, even `models`.
+    for end, dialect, operation in _POST_ROUTES:
         if path.endswith(end):
             return Route(dialect=dialect, operation=operation)
-    method = _METHOD.fullmatch(path)
-    if method is not None and _CAMEL.fullmatch(method["method"]):
+    method = _GOOGLE_METHOD_PATH.fullmatch(path)
+    if method is not None and _METHOD_NAME.fullmatch(method["method"]):
         operation_and_stream = _METHODS.get(method["method"])
         if operation_and_stream is None:
             return None
         operation, stream = operation_and_stream
         return Route(dialect=GOOGLE, operation=operation, model=method["model"], stream=stream)
-    listed = _MODELS.fullmatch(path)
-    if listed is None or listed["prefix"].endswith(_NOT_OURS):
+    listed = _MODELS_PATH.fullmatch(path)
+    if listed is None or listed["prefix"].endswith(_FOREIGN_PREFIX):
         return None
     return Route(
-        dialect=_lister(path, headers),
+        dialect=_model_list_dialect(path, headers),
         operation="model" if listed["model"] else "models",
         model=listed["model"],
     )
 
 
-def _lister(path: str, headers: Mapping[str, str]) -> Dialect:
+def _model_list_dialect(path: str, headers: Mapping[str, str]) -> Dialect:
     """The dialect in whose format models are listed. The paths of these APIs are similar, so the headers
     decide too.
     """
@@ -174,28 +178,28 @@ def _lister(path: str, headers: Mapping[str, str]) -> Dialect:
     return ANTHROPIC if _speaks_anthropic(headers) else OPENAI_CHAT
 
 
-def _method(found: Route) -> str:
+def _served_method(found: Route) -> str:
     return "GET" if found.operation in ("models", "model") else "POST"
 
 
-def _clean(path: str) -> str:
+def _clean_path(path: str) -> str:
     return path.partition("?")[0].rstrip("/")
 
 
-def _bearer(headers: Mapping[str, str]) -> str:
+def _bearer_key(headers: Mapping[str, str]) -> str:
     scheme, _, key = (headers.get("authorization") or "").partition(" ")
     return key if scheme.lower() == "bearer" else ""
 
 
 def _speaks_anthropic(headers: Mapping[str, str]) -> bool:
-    return "anthropic-version" in headers or ("x-api-key" in headers and not _bearer(headers))
+    return "anthropic-version" in headers or ("x-api-key" in headers and not _bearer_key(headers))
 
 
 def _speaks_google(path: str, headers: Mapping[str, str]) -> bool:
-    method = _METHOD.fullmatch(path)
+    method = _GOOGLE_METHOD_PATH.fullmatch(path)
     named = "x-goog-api-key" in headers or "x-goog-api-client" in headers
     return (
         named
-        or _GOOGLE.fullmatch(path) is not None
-        or (method is not None and _CAMEL.fullmatch(method["method"]) is not None)
+        or _GOOGLE_PATH.fullmatch(path) is not None
+        or (method is not None and _METHOD_NAME.fullmatch(method["method"]) is not None)
     )

@@ -16,7 +16,7 @@ import orjson
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json, Tool
 from polarnode.providers.contract import Fault, FaultKind, FaultRow, Reply, ServedModel, error_reply
-from polarnode.providers.shapes import compact, strict_json
+from polarnode.providers.shapes import compact, parse_strict_json
 
 # ── errors and models ────────────────────────────────────────────────────────────
 
@@ -108,29 +108,32 @@ def _entry(served: ServedModel, name: str) -> Json:
 # ── freeform ────────────────────────────────────────────────────────────
 
 # A tool's `spelling` with this value marks the tool as freeform for the writer.
-CUSTOM: Final[Mapping[str, Json]] = {"kind": "custom"}
+CUSTOM_SPELLING: Final[Mapping[str, Json]] = {"kind": "custom"}
 
-_INPUT: Final[Json] = {"type": "string", "description": "The whole input, as it is, without any wrapping."}
-_PARAMETERS: Final[Mapping[str, Json]] = {
+_INPUT_SCHEMA: Final[Json] = {
+    "type": "string",
+    "description": "The whole input, as it is, without any wrapping.",
+}
+_FREEFORM_PARAMETERS: Final[Mapping[str, Json]] = {
     "type": "object",
-    "properties": {"input": _INPUT},
+    "properties": {"input": _INPUT_SCHEMA},
     "required": ["input"],
 }
 
 
 def tool(name: str, description: str | None, rule: str) -> Tool:
-    """A freeform tool as the model is shown it. `rule` is its grammar as text, made by `rule_of`,
+    """A freeform tool as the model is shown it. `rule` is its grammar as text, made by `grammar_text`,
     or empty.
     """
     return Tool(
         name=name,
         description="\n\n".join(filter(None, (description, rule))),
-        parameters=_PARAMETERS,
-        spelling=CUSTOM,
+        parameters=_FREEFORM_PARAMETERS,
+        spelling=CUSTOM_SPELLING,
     )
 
 
-def rule_of(definition: str, syntax: str) -> str:
+def grammar_text(definition: str, syntax: str) -> str:
     """A grammar as text for the model."""
     return f"The input must follow this {syntax} grammar:\n{definition}"
 
@@ -144,17 +147,17 @@ def text_of(arguments: str) -> str:
     """The text of a freeform call. Arguments that are not an object with an `input` are returned
     unchanged.
     """
-    value = object_of(arguments)
+    value = parse_arguments(arguments)
     text = None if value is None else value.get("input")
     return text if isinstance(text, str) else arguments
 
 
-def object_of(arguments: str) -> dict[str, Json] | None:
+def parse_arguments(arguments: str) -> dict[str, Json] | None:
     """A call's arguments, parsed. None if they are not an object, or hold what cannot be written again (half
     a surrogate pair, an integer of 65 bits).
     """
     try:
-        value = strict_json(arguments or "{}")
+        value = parse_strict_json(arguments or "{}")
         orjson.dumps(value)
     except (ValueError, RecursionError, orjson.JSONEncodeError):
         return None

@@ -27,15 +27,15 @@ M = TypeVar("M")
 # The number of requests whose parts are kept. A request whose parts are all in a later one is dropped.
 # Harnesses interleave up to four agents. A part takes some 300 bytes beside its text, which the turns hold
 # too.
-_REQUESTS: Final = 4
+_MAX_REQUESTS: Final = 4
 # The number of parts of one list that are kept. The longest session observed has 1,000 turns.
-_PARTS: Final = 8_192
+_MAX_PARTS: Final = 8_192
 
-_NOTHING: Final[Mapping[int, Any]] = {}
+_NO_PARTS: Final[Mapping[int, Any]] = {}
 
 
 @define(eq=False)
-class ReadParts:
+class PartsCache:
     """Caches the parts that a session's requests repeat. Several threads may read at once, because what is
     kept is replaced as a whole.
     """
@@ -45,13 +45,13 @@ class ReadParts:
     # For each function, by the identity of its argument: the argument and the result.
     _converted: tuple[tuple[object, Mapping[int, tuple[Any, Any]]], ...] = ()
     # For each function, its results by the number of the JSON that it was given.
-    _of_json: tuple[tuple[object, Mapping[int, Any]], ...] = ()
+    _results_by_json: tuple[tuple[object, Mapping[int, Any]], ...] = ()
     # For each function, the whole list that it was given and the result.
     _lists: tuple[tuple[object, tuple[Any, ...], Any], ...] = ()
 
     def structure(self, value: dict[str, Json], shape: type[T]) -> T:
         """As `codec.json.structure`, but parts that were read before are not read again. Raises Refused."""
-        attributes = _attributes(cast(Hashable, shape))
+        attributes = _list_attributes(cast(Hashable, shape))
         try:
             numbers = {
                 name: _numbers(name, raw)
@@ -62,7 +62,7 @@ class ReadParts:
             return structure(value, shape)
         spelled: dict[str, Any] = dict(value)
         for name, some in numbers.items():
-            known = _recalled(self._kept, shape, some)
+            known = _cached_values(self._kept, shape, some)
             spelled[name] = [old or new for old, new in zip(known, spelled[name], strict=True)]
         found = structure(spelled, shape)
         parts: dict[int, AlreadyRead] = {}
@@ -70,7 +70,7 @@ class ReadParts:
             read = getattr(found, attributes[name])
             # A shape that joins or drops parts cannot be recalled part by part.
             if isinstance(read, tuple | list) and len(read) == len(some):
-                parts.update(_kept_of(some, spelled[name], read))
+                parts.update(_cacheable_parts(some, spelled[name], read))
         self._kept = _with_latest(self._kept, shape, parts)
         return found
 
@@ -82,7 +82,7 @@ class ReadParts:
         keys = list(map(id, given))
         pairs = [
             old or (new, function(new))
-            for old, new in zip(_recalled(self._converted, function, keys), given, strict=True)
+            for old, new in zip(_cached_values(self._converted, function, keys), given, strict=True)
         ]
         self._converted = _with_latest(self._converted, function, dict(zip(keys, pairs, strict=True)))
         return [made for _, made in pairs]
@@ -97,9 +97,14 @@ class ReadParts:
             numbers = _numbers("", parts)
         except orjson.JSONEncodeError:  # nested more deeply than orjson writes
             return list(map(function, parts))
-        known = _recalled(self._of_json, function, numbers)
-        made = [_Made(function(part)) if old is None else old for old, part in zip(known, parts, strict=True)]
-        self._of_json = _with_latest(self._of_json, function, dict(zip(numbers, made, strict=True)))
+        known = _cached_values(self._results_by_json, function, numbers)
+        made = [
+            _CachedResult(function(part)) if old is None else old
+            for old, part in zip(known, parts, strict=True)
+        ]
+        self._results_by_json = _with_latest(
+            self._results_by_json, function, dict(zip(numbers, made, strict=True))
+        )
         return [each.value for each in made]
 
     def convert_list(self, shapes: Iterable[P], function: Callable[[tuple[P, ...]], M]) -> M:
@@ -111,12 +116,12 @@ class ReadParts:
             if kind is function and len(earlier) == len(given) and all(map(is_, earlier, given)):
                 return cast(M, made)
         found = function(given)
-        self._lists = ((function, given, found), *self._lists[: _REQUESTS - 1])
+        self._lists = ((function, given, found), *self._lists[: _MAX_REQUESTS - 1])
         return found
 
 
 @frozen
-class _Made:
+class _CachedResult:
     """The result of a function, which may be None."""
 
     value: Any
@@ -124,7 +129,7 @@ class _Made:
 
 def is_list_of_objects(value: Json) -> TypeGuard[list[dict[str, Json]]]:
     """Whether the parts of a list can be cached: each is an object, and there are not too many."""
-    return isinstance(value, list) and len(value) <= _PARTS and all(type(part) is dict for part in value)
+    return isinstance(value, list) and len(value) <= _MAX_PARTS and all(type(part) is dict for part in value)
 
 
 def _numbers(name: str, parts: Any) -> list[int]:
@@ -132,11 +137,11 @@ def _numbers(name: str, parts: Any) -> list[int]:
     return [hash((name, orjson.dumps(part))) for part in parts]
 
 
-def _recalled(
+def _cached_values(
     kept: tuple[tuple[object, Mapping[int, M]], ...], kind: object, keys: list[int]
 ) -> list[M | None]:
     """What is kept under each of these keys. Nearly all of it belongs to the latest request."""
-    latest, *others = [parts for each, parts in kept if each is kind] or [_NOTHING]
+    latest, *others = [parts for each, parts in kept if each is kind] or [_NO_PARTS]
     found: list[M | None] = list(map(latest.get, keys))
     for parts in others:
         if all(old is not None for old in found):
@@ -150,10 +155,10 @@ def _with_latest(
 ) -> tuple[tuple[object, Mapping[int, M]], ...]:
     """The cache with the parts of the latest request, without those of requests that it repeats."""
     others = [each for each in kept if each[0] is not kind or not each[1].keys() <= parts.keys()]
-    return ((kind, parts), *others[: _REQUESTS - 1])
+    return ((kind, parts), *others[: _MAX_REQUESTS - 1])
 
 
-def _kept_of(
+def _cacheable_parts(
     numbers: Sequence[int], spelled: Sequence[Any], read: Sequence[Any]
 ) -> Iterable[tuple[int, AlreadyRead]]:
     """The parts of a list to keep. A list with a part that remains JSON is not kept, because that part could
@@ -168,7 +173,7 @@ def _kept_of(
 
 
 @cache
-def _attributes(shape: Hashable) -> dict[str, str]:
+def _list_attributes(shape: Hashable) -> dict[str, str]:
     """Maps the JSON name of each field that may be a list of shapes to its attribute. Other lists remain
     JSON.
     """

@@ -18,10 +18,10 @@ import numpy
 import orjson
 
 from polarnode.core.codec.json import dump_json, read_json, structure
-from polarnode.core.codec.limits import COUNT, SEED, STOP_CHARS, STOPS
+from polarnode.core.codec.limits import COUNT, MAX_STOP_CHARS, SEED, STOPS
 from polarnode.core.conversation import Json, Message
 from polarnode.core.errors import Refused
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.read_parts import PartsCache
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ MENDED = 1_000_000
 
 # The alternatives are, in this order: a surrogate pair, a lone surrogate, any other escape (so that
 # `\\ud800`, an escaped backslash, is skipped).
-_ESCAPES = re.compile(
+_ESCAPE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
     re.DOTALL,
 )
@@ -54,16 +54,16 @@ _URL_LINE = re.compile(
 )
 # The fields of a part of MCP or of a model's API that hold its bytes, beside a field with their media type.
 _MEDIA_TYPES = ("mimeType", "media_type", "mime_type")
-_NO_TEXT = ("image/", "audio/", "video/", "application/pdf", "application/octet-stream")
+_BINARY_TYPES = ("image/", "audio/", "video/", "application/pdf", "application/octet-stream")
 _BYTES = ("data", "blob", "base64")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]+={0,2}\s*")
 # The number of replacements in one JSON text up to which its spelling is kept. Each is a search through the
 # whole text.
-_SPELLED = 20
+_MAX_REPLACEMENTS = 20
 _HINTS = (";base64,", *(f'"{name}"' for name in _MEDIA_TYPES))
 
 
-def read_body(body: bytes, shape: type[T], parts: ReadParts | None = None) -> tuple[T, tuple[str, ...]]:
+def read_body(body: bytes, shape: type[T], parts: PartsCache | None = None) -> tuple[T, tuple[str, ...]]:
     """The body as a `shape`, and the paths of its top-level fields that the shape does not have. `parts`
     caches the parts of the session's earlier requests. Raises Refused with a path.
     """
@@ -86,12 +86,12 @@ def read_value(body: bytes) -> Json:
     except Refused:
         if body.count(b"\\") > MENDED:
             raise
-        mended = _ESCAPES.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
+        mended = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
         if mended == body:
             raise
         value = read_json(mended)
     if _opened(body) > NESTED and not _writable(value):
-        raise Refused("the JSON is nested too deeply: flatten it", path=_deepest(value))
+        raise Refused("the JSON is nested too deeply: flatten it", path=_deepest_path(value))
     return value
 
 
@@ -114,7 +114,7 @@ def _writable(value: Json) -> bool:
     return True
 
 
-def _deepest(value: Json) -> str:
+def _deepest_path(value: Json) -> str:
     """The path to the value that is nested too deeply, as far down as a user would look."""
     path = "$"
     for _ in range(2):
@@ -129,12 +129,12 @@ def _deepest(value: Json) -> str:
 
 
 def _unknown(value: Mapping[str, Json], shape: type[Any]) -> tuple[str, ...]:
-    names = _aliases(cast(Hashable, shape))
+    names = _field_aliases(cast(Hashable, shape))
     return tuple(f"$.{name}" for name, raw in value.items() if name not in names and raw is not None)
 
 
 @cache
-def _aliases(shape: Hashable) -> frozenset[str]:
+def _field_aliases(shape: Hashable) -> frozenset[str]:
     return frozenset(field.alias for field in attrs.fields(cast(Any, shape)))
 
 
@@ -197,9 +197,9 @@ def no_empty_strings(_: object, field: Any, value: str | tuple[str, ...] | None)
         raise Refused(
             f"{field.alias} holds {len(strings)} strings: send at most {STOPS}", path=f"$.{field.alias}"
         )
-    if any(len(string) > STOP_CHARS for string in strings):
+    if any(len(string) > MAX_STOP_CHARS for string in strings):
         raise Refused(
-            f"{field.alias} holds a string of more than {STOP_CHARS} characters: shorten it",
+            f"{field.alias} holds a string of more than {MAX_STOP_CHARS} characters: shorten it",
             path=f"$.{field.alias}",
         )
 
@@ -214,14 +214,14 @@ def unserved(sentence: str) -> Check:
     return check
 
 
-def text_only(_: object, __: object, kind: str) -> None:
+def refuse_non_text(_: object, __: object, kind: str) -> None:
     """A validator that refuses a content part which is not text. So no such part is ever constructed; code
     that still meets one raises the same error.
     """
-    raise not_text(kind)
+    raise non_text_error(kind)
 
 
-def not_text(kind: str) -> Refused:
+def non_text_error(kind: str) -> Refused:
     return Refused(f"this model reads text only: remove the {kind} part")
 
 
@@ -232,7 +232,7 @@ def unseen(kind: str) -> str:
     return f"[{kind}: not shown, because this model reads text only]"
 
 
-def as_unseen(text: str) -> str:
+def replace_media(text: str) -> str:
     """A tool's result with its media replaced by a placeholder, because base64 takes a token for every two
     characters. A data URL is replaced if it is all of the result or all of a line, and so is such data in a
     result that is JSON. All other text is unchanged, even a file's code that contains a data URL, because an
@@ -240,17 +240,17 @@ def as_unseen(text: str) -> str:
     """
     if not any(hint in text for hint in _HINTS):
         return text
-    whole = _json_as_unseen(text)
+    whole = _replace_media_in_text(text)
     if whole is not None:
         return whole
     shown = _URL_LINE.sub(lambda found: found[1] + unseen(found[2] or found[3] or "data"), text)
     lines = shown.split("\n")  # Each line of a log may be JSON.
     if len(lines) == 1 or not any(hint in shown for hint in _HINTS):
         return shown
-    return "\n".join(_json_as_unseen(line) or line for line in lines)
+    return "\n".join(_replace_media_in_text(line) or line for line in lines)
 
 
-def _json_as_unseen(text: str) -> str | None:
+def _replace_media_in_text(text: str) -> str | None:
     """A JSON text with its media replaced, otherwise as it was written. None if it is no JSON
     object or list.
     """
@@ -258,8 +258,8 @@ def _json_as_unseen(text: str) -> str | None:
         return None
     found: dict[str, str] = {}
     try:
-        described = _described(orjson.loads(text.encode(errors="replace")), found)
-        if len(found) > _SPELLED:
+        described = _replace_value_media(orjson.loads(text.encode(errors="replace")), found)
+        if len(found) > _MAX_REPLACEMENTS:
             return compact(described)
         for old, new in found.items():
             for spelling in (_spelled(old), old.replace("/", "\\/")):
@@ -274,26 +274,26 @@ def _spelled(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def json_as_unseen(value: Json) -> Json:
-    """A tool's result as JSON, with the media in each of its strings replaced as by `as_unseen`. A result
+def replace_json_media(value: Json) -> Json:
+    """A tool's result as JSON, with the media in each of its strings replaced as by `replace_media`. A result
     that is nested too deeply for that is unchanged, and `compact` refuses it.
     """
     try:
-        return _described(value, {})
+        return _replace_value_media(value, {})
     except RecursionError:
         return value
 
 
-def _described(value: Json, found: dict[str, str]) -> Json:
+def _replace_value_media(value: Json, found: dict[str, str]) -> Json:
     """The value with its media replaced. `found` collects each replaced text with its replacement."""
     match value:
         case str():
-            new = as_unseen(value)
+            new = replace_media(value)
             if new is not value and new != value:
                 found[value] = new
             return new
         case list():
-            return [_described(item, found) for item in value]
+            return [_replace_value_media(item, found) for item in value]
         case dict():
             kind = next((name for key in _MEDIA_TYPES if isinstance(name := value.get(key), str)), "")
             return {key: _member(key, item, kind, found) for key, item in value.items()}
@@ -303,10 +303,10 @@ def _described(value: Json, found: dict[str, str]) -> Json:
 
 def _member(key: str, item: Json, kind: str, found: dict[str, str]) -> Json:
     """A member of an object whose media type is `kind`, or empty, with its media replaced."""
-    if key in _BYTES and isinstance(item, str) and kind.startswith(_NO_TEXT) and _BASE64.fullmatch(item):
+    if key in _BYTES and isinstance(item, str) and kind.startswith(_BINARY_TYPES) and _BASE64.fullmatch(item):
         found[item] = unseen(kind)
         return found[item]
-    return _described(item, found)
+    return _replace_value_media(item, found)
 
 
 def as_tuple(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -321,7 +321,7 @@ def paragraphs(texts: Iterable[str]) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def whole_answers(messages: Iterable[Message]) -> Iterator[Message]:
+def join_answers(messages: Iterable[Message]) -> Iterator[Message]:
     """The messages, with neighbouring messages of the assistant joined into one."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "assistant":
@@ -331,7 +331,7 @@ def whole_answers(messages: Iterable[Message]) -> Iterator[Message]:
             yield from run
 
 
-def strict_json(text: str) -> Json:
+def parse_strict_json(text: str) -> Json:
     """Parse JSON that a model wrote. Python's parser is used, because its integers are unbounded. Raises
     ValueError or RecursionError if it is not JSON.
     """

@@ -17,33 +17,33 @@ from polarnode.providers.shapes import paragraphs
 
 # Claude Code puts this line before its system prompt, with a new nonce in every request. If it were rendered,
 # it would change the prefix of every prompt.
-_BILLING: Final = "x-anthropic-billing-header:"
+_BILLING_PREFIX: Final = "x-anthropic-billing-header:"
 
 # OpenClaw reports its running processes and helpers between these lines. They stand after the conversation,
 # in a separate user message or at the end of the last one, and before what a user writes meanwhile.
 _MARK: Final = "OPENCLAW_INTERNAL_CONTEXT"
-_LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
+_MARK_LINES: Final = re.compile(rf"^[ \t]*<<<(BEGIN|END)_{_MARK}>>>[ \t]*$", re.MULTILINE)
 
 # Contexts that the model must answer are kept: the result of a helper, or an event in place of a prompt.
 _RESULT: Final = "[Internal task completion event]"
-_EVENT: Final = "Continue the OpenClaw runtime event."
+_RUNTIME_EVENT: Final = "Continue the OpenClaw runtime event."
 
 # No harness continues a conversation without a message. The node gives it this one, and removes it from every
 # request of that session. The number ensures that nobody writes this text by chance.
 RESUME_MARKER: Final = "polarnode-resume-8e1f6b0c2d: the node takes this message out before the model reads."
 
 # Claude Code adds this as an answer of the model where a conversation ended with a tool's result.
-_PLACEHOLDER: Final = Message(role="assistant", text="No response requested.")
+_PLACEHOLDER_ANSWER: Final = Message(role="assistant", text="No response requested.")
 # After the message with which it continues, Claude Code adds a system message on what has changed since the
 # conversation began.
 _UPDATE: Final = "# Environment update\n"
 
 
-def without_lines(text: str) -> str:
+def without_billing_line(text: str) -> str:
     """A system prompt without Claude Code's billing line."""
-    if _BILLING not in text:
+    if _BILLING_PREFIX not in text:
         return text
-    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING))
+    return "\n".join(line for line in text.split("\n") if not line.startswith(_BILLING_PREFIX))
 
 
 def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], bool]:
@@ -57,15 +57,15 @@ def without_volatile(messages: tuple[Message, ...]) -> tuple[tuple[Message, ...]
     kept = (
         tuple(_rest(messages))
         if any(_MARK in message.text for message in messages if message.role == "system")
-        else _but_the_last(messages)
+        else _without_last_context(messages)
     )
     user_texts = [message.text for message in kept if message.role == "user"]
-    if kept == messages or not user_texts or user_texts[-1].startswith(_EVENT):
+    if kept == messages or not user_texts or user_texts[-1].startswith(_RUNTIME_EVENT):
         return messages, False
     return kept, True
 
 
-def _but_the_last(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _without_last_context(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return messages if _without_volatile_parts(messages[-1]) is not None else messages[:-1]
 
 
@@ -92,7 +92,7 @@ def _outside(text: str) -> str:
     """
     pieces: list[str] = []
     done, start, depth = 0, 0, 0
-    for line in _LINES.finditer(text):
+    for line in _MARK_LINES.finditer(text):
         if line[1] == "BEGIN":
             start = line.start() if depth == 0 else start
             depth += 1
@@ -127,9 +127,9 @@ def without_marker(messages: tuple[Message, ...]) -> tuple[Message, ...]:
             marked = False
         else:
             # A resumed session that is resumed again at the same turn has two markers beside each other.
-            rest = _unmarked(message)
+            rest = _without_marker_line(message)
             marked = rest is not message
-        if marked and kept and kept[-1] == _PLACEHOLDER:
+        if marked and kept and kept[-1] == _PLACEHOLDER_ANSWER:
             kept.pop()
         if rest is not None:
             kept.append(rest)
@@ -144,7 +144,7 @@ def _without_update(message: Message) -> Message | None:
     return evolve(message, text=rest) if rest else None
 
 
-def _unmarked(message: Message) -> Message | None:
+def _without_marker_line(message: Message) -> Message | None:
     """The message without the marker: the message itself if it has none, None if nothing else remains."""
     if message.role != "user" or RESUME_MARKER not in message.text:
         return message

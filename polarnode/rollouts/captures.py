@@ -15,7 +15,7 @@ from attrs import define, evolve, field
 from polarnode.core.errors import Conflict, DiskFull, EvaluatorError, Refused
 from polarnode.core.ports import Endpoint, HarnessOrder
 from polarnode.core.status import CaptureStatus, OpenedCapture
-from polarnode.core.task import CAPTURE, CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
+from polarnode.core.task import CAPTURE_HARNESS, CaptureEnd, CaptureSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Timing, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import checked_rewards
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
@@ -45,7 +45,7 @@ def task_of(spec: CaptureSpec) -> TaskSpec:
     """
     return TaskSpec(
         instruction=INSTRUCTION,
-        harness=HarnessSpec(name=CAPTURE),
+        harness=HarnessSpec(name=CAPTURE_HARNESS),
         task_id=spec.task_id,
         group_id=spec.group_id,
         num_samples=spec.num_samples,
@@ -77,7 +77,7 @@ class Capture:
     cancelled: CancelCause | None = None
     closing: bool = False
     end_requested: trio.Event = field(factory=trio.Event)
-    # set after publishing, or after the journal refused the trajectory
+    # It is set after publishing, or after the journal refused the trajectory.
     over: trio.Event = field(factory=trio.Event)
 
     @property
@@ -107,7 +107,7 @@ class Capture:
         if end_spec.reward is None and end_spec.metrics:
             metrics["evaluation"] = dict(end_spec.metrics)
         return Result(
-            outcome=_outcome(self),
+            outcome=_capture_outcome(self),
             verdict=None if end_spec.reward is None else _verdict(end_spec, end_spec.reward),
             timing=Timing(run_s=trio.current_time() - self.began, held_s=self.clock.held_s),
             metrics=metrics,
@@ -123,7 +123,7 @@ def _opened(capture: Capture, services: NodeServices, base_url: str, *, created:
     endpoint = Endpoint(
         base_url=base, key=key, context_length=services.context_length, model=services.identity.model
     )
-    # a capture has no instruction: the caller gives it to its harness directly
+    # A capture has no instruction, because the caller gives it to its harness directly.
     order = HarnessOrder(
         instruction="", endpoint=endpoint, workdir="", home="", model_name=None, settings={}, env={}
     )
@@ -172,7 +172,7 @@ def check_rewards(end_spec: CaptureEnd, turns: tuple[Turn, ...]) -> None:
         raise Refused(str(error).replace("the evaluator gave", "this end gives"), path=where) from None
 
 
-def _outcome(capture: Capture) -> Outcome:
+def _capture_outcome(capture: Capture) -> Outcome:
     end_spec, spent = capture.end_spec, capture.live.spent_clock
     if end_spec is None:
         return Outcome(
@@ -201,7 +201,8 @@ def _verdict(end_spec: CaptureEnd, reward: float) -> Verdict:
 
 # ── captures of a node ────────────────────────────────────────────────────────
 
-# how long a request waits for a capture's begin or end to be on disk; a slower disk is reported as full
+# The seconds that a request waits for a capture's begin or end to be on disk. A slower disk is reported as
+# full.
 WRITTEN_S: Final = 30.0
 
 
@@ -221,7 +222,7 @@ class Captures:
     base_url: str
     port: int
     limit: int
-    # two concurrent requests for one sample must get one capture
+    # Two concurrent requests for one sample must get one capture.
     _beginning: trio.Lock = field(factory=trio.Lock, init=False)
 
     # ── beginning ─────────────────────────────────────────────────────────────
@@ -254,8 +255,8 @@ class Captures:
         build(spec.builder, (), allowed_imports=self.services.allowed_imports)
 
     async def _place(self, spec: CaptureSpec) -> Claim:
-        """The place of the capture's sample: of a task that exists, or of one that is made with it. An open
-        capture has its place already.
+        """Claim the place of the capture's sample, in a task that exists or in one that is made for it. An
+        open capture has its place already.
         """
         task = task_of(spec)
         record = None if spec.task_id is None else await self.log.task(spec.task_id)
@@ -290,7 +291,9 @@ class Captures:
         return claim
 
     async def _taken(self, task_id: str, sample_index: int) -> Claim | None:
-        """A place that is free, or that this node took with an answer that was lost."""
+        """Take a place that is free, or that this node took before with an answer that was lost. None if
+        another node has it.
+        """
         results, place = self.registry.results, (task_id, sample_index)
         claim = await self.log.take_place(task_id, sample_index, results.incarnation)
         if claim is not None or place in results.unwritten:
@@ -310,7 +313,7 @@ class Captures:
             group_id=claim.spec.group_id or claim.task_id,
             sample_index=claim.sample_index,
             attempt=claim.attempt,
-            harness=CAPTURE,
+            harness=CAPTURE_HARNESS,
             harness_version=None,
             model=self.services.identity.model,
             node=self.services.identity.node,
@@ -319,7 +322,7 @@ class Captures:
     def _started(self, claim: Claim, spec: CaptureSpec) -> Capture:
         identity = self._identity(claim)
         self.registry.results.hold(claim)
-        self.journal.session_started(identity)
+        self.journal.record_session(identity)
         now, task = trio.current_time(), task_of(spec)
         capture = Capture(
             identity=identity,
@@ -328,9 +331,9 @@ class Captures:
             began=now,
             clock=RunClock(trio.CancelScope(deadline=now + spec.budgets.run_s)),
         )
-        # whoever asked for it has its key already: it does not wait here, its calls are held instead
+        # The caller has the key already, so the capture does not wait here. Its calls are held instead.
         self.services.places.begin_session(
-            identity.session_id, CAPTURE, identity.group_id, capture.clock.credit, waits=False
+            identity.session_id, CAPTURE_HARNESS, identity.group_id, capture.clock.credit, waits=False
         )
         self.registry.start(capture, nursery=self.nursery, sessions_by_key=self.sessions_by_key)
         return capture
@@ -358,8 +361,8 @@ class Captures:
         await self._written("the finished trajectory is kept in memory", session_id)
         found = await self.log.trajectory(session_id)
         if found is None:
-            self.journal.insist_whole()  # it may have been one that could not be written
-        return found if found is not None and found.harness == CAPTURE else None
+            self.journal.require_undamaged()  # The capture may have been one that could not be written.
+        return found if found is not None and found.harness == CAPTURE_HARNESS else None
 
     async def _written(self, meanwhile: str, session_id: str = "") -> None:
         """Return when all earlier writes are on disk, and the log has the end of `session_id`. Raises
@@ -368,9 +371,9 @@ class Captures:
         with trio.move_on_after(WRITTEN_S):
             if session_id:
                 await self.registry.results.written(session_id)
-            await self.journal.flushed()
-            if not session_id:  # what begins may have been lost before this was called
-                self.journal.insist_whole()
+            await self.journal.flush()
+            if not session_id:  # The write of a new capture may have failed before this was called.
+                self.journal.require_undamaged()
             return
         why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
         raise DiskFull(f"{why}; {meanwhile}, then ask again")

@@ -1,10 +1,10 @@
 """The outcome of a run, and POST: the evaluator scores what the harness left, under its own time budget.
 
 The first cause of an end counts. Invariant: a fault of the machine is never reported as the agent's, because
-the first is retried and the second is what a trainer learns from. An evaluator may be user code: whatever it
-returns or raises, or a hang, becomes this session's outcome and leaves its turns unchanged. No process of the
-agent runs beside it. Nothing here is shielded: a trainer's cancel does not reach POST, and a node that is
-forced to stop does not wait for it.
+the former is retried and a trainer learns from the latter. An evaluator may be user code. Whatever it returns
+or raises, or a hang, becomes this session's outcome and leaves its turns unchanged. No process of the agent
+runs beside it. Nothing here is shielded: a trainer's cancel does not reach POST, and a node that is forced to
+stop does not wait for POST.
 """
 
 import logging
@@ -30,13 +30,13 @@ from polarnode.core.errors import (
     Refused,
     RuntimeFault,
 )
-from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedEnd, TimedProgram, Work
+from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedProgram, TimedResult, Work
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Clock, Outcome, Trajectory, Turn, Verdict
-from polarnode.engine.scoring import Scoring, score_all
-from polarnode.evaluators.contract import Finished, Kept
+from polarnode.engine.scoring import ScoringEngines, score_all
+from polarnode.evaluators.contract import Finished, KeptWork
 from polarnode.harnesses.harness import exit_outcome
-from polarnode.merge.token_extras import row_to_score, unscored, with_teacher
+from polarnode.merge.token_extras import add_teacher_logprobs, row_to_score, unscored
 from polarnode.merge.trajectory import Result
 from polarnode.rollouts import session_containers
 from polarnode.rollouts.services import SessionOrder
@@ -44,17 +44,17 @@ from polarnode.rollouts.session_containers import Containers, Gone, PrefetchedRu
 
 # ── the outcome of a run ──────────────────────────────────────────────────────
 
-LOG_TAIL = 2000  # characters of a harness's log shown in the outcome: a traceback's end
+LOG_TAIL_CHARS = 2000  # characters of a harness's log shown in the outcome, enough for the end of a traceback
 
 
 @frozen(kw_only=True)
 class Ending:
-    """The facts when a harness's run is over. `ended`: its exit code, the failure that replaced it, or None
-    when its time ran out. `cancelled`: the cause, if it was cancelled.
+    """The facts when a harness's run is over. `ended` is its exit code, the failure that replaced it, or None
+    when its time ran out. `cancelled` is the cause, if it was cancelled.
 
-    `because`: why the node ended all processes in its container; `for_room`: whether the machine was full,
-    rather than the session over its own limit. `oom_kills`: how many of its programs the kernel killed for
-    lack of memory.
+    `because` says why the node ended all processes in its container. `for_room` says that the machine was
+    full, rather than the session over its own limit. `oom_kills` is how many of its programs the kernel
+    killed for lack of memory.
     """
 
     ended: int | PolarnodeError | None
@@ -81,11 +81,11 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
         return evolve(fault_outcome(RuntimeFault(ending.because)), log_tail=ending.log_tail)
     if ending.because is not None:
         return Outcome(status="failed", exit_code=exit_code, reason=ending.because, log_tail=ending.log_tail)
-    # the kernel killed the container's first process too: the agent's doing nevertheless
+    # The kernel killed the container's first process too, but the agent caused that.
     if isinstance(ending.ended, RuntimeFault) and (
         ending.oom_kills or isinstance(ending.ended, ContentFault)
     ):
-        return _short_of_memory(
+        return _note_memory_kills(
             Outcome(status="failed", reason=str(ending.ended), log_tail=ending.log_tail),
             order,
             ending.oom_kills,
@@ -105,11 +105,11 @@ def run_outcome(order: SessionOrder, ending: Ending) -> Outcome:
         return Outcome(status="timeout", clock="run", reason=reason, log_tail=ending.log_tail)
     judged = exit_outcome(order.harness, exit_code, ending.turns)
     log_tail = None if judged == Outcome(status="completed", exit_code=0) else ending.log_tail
-    return evolve(_short_of_memory(judged, order, ending.oom_kills), log_tail=log_tail)
+    return evolve(_note_memory_kills(judged, order, ending.oom_kills), log_tail=log_tail)
 
 
 def spent_reason(clock: Clock, budgets: Budgets) -> str:
-    """Why a run ended that a budget refused a call."""
+    """Why a run ended in which a call was refused because of a budget."""
     if clock == "turns":
         return f"its budget is spent: max_turns = {budgets.max_turns}"
     if clock == "tokens":
@@ -123,7 +123,7 @@ def fault_outcome(error: PolarnodeError) -> Outcome:
     return Outcome(status="error", boundary=error.boundary, reason=str(error))
 
 
-def _short_of_memory(outcome: Outcome, order: SessionOrder, kills: int) -> Outcome:
+def _note_memory_kills(outcome: Outcome, order: SessionOrder, kills: int) -> Outcome:
     if not kills or outcome.status == "completed":
         return outcome
     reason = (
@@ -136,16 +136,16 @@ def tail(log: Path) -> str | None:
     """The end of a harness's log. Read synchronously: the read is small and on local disk."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL))
+            file.seek(max(0, file.seek(0, SEEK_END) - 4 * LOG_TAIL_CHARS))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return None
-    return text[-LOG_TAIL:] or None
+    return text[-LOG_TAIL_CHARS:] or None
 
 
 # ── programs under the node's clock ───────────────────────────────────────────
 
-# seconds between two looks for a request: a program in a container takes 0.1 s to start, and a look 0.1 ms
+# The seconds between two looks for a request. A program in a container takes 0.1 s to start, a look 0.1 ms.
 PAUSE_S = 0.03
 
 
@@ -153,20 +153,20 @@ PAUSE_S = 0.03
 class NodeClock:
     """`ports.Clock` on Trio's."""
 
-    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
-        """Run a program to its end or until its time is over, then end every process in its runtime."""
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedResult:
+        """Run a program until it ends or its time is over, then end every process in its runtime."""
         began, ended = trio.current_time(), None
         with trio.move_on_after(program.within_s):
             ended = await runtime.run(
                 program.argv, env=program.env, user=program.user, stdin=program.stdin, keep=program.keep
             )
         await runtime.end_processes()
-        return TimedEnd(ended=ended, seconds=trio.current_time() - began)
+        return TimedResult(ended=ended, seconds=trio.current_time() - began)
 
     async def beside(
         self, work: Callable[[], Awaitable[Work]], attend: Callable[[], Awaitable[bool]]
     ) -> Work:
-        """The result of `work`, with `attend` called again and again meanwhile."""
+        """Return the result of `work`, and call `attend` again and again meanwhile."""
         done: list[Work] = []
         failed: list[PolarnodeError] = []
 
@@ -178,7 +178,7 @@ class NodeClock:
         async def worked() -> None:
             done.append(await work())
 
-        # errors leave as values: a nursery would wrap them in a group
+        # Errors are kept as values, because a nursery would wrap them in a group.
         async def first(task: Callable[[], Awaitable[None]]) -> None:
             try:
                 await task()
@@ -205,10 +205,11 @@ async def evaluated(
     outcome: Outcome,
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None = None,
-    kept: Kept | None = None,
+    kept: KeptWork | None = None,
 ) -> Result:
     """The session's result with its verdict, or with the evaluator's failure. `prefetched` makes the
-    evaluator's own runtime, if it needs one; `kept` is what `runtime` has of a session evaluated again.
+    evaluator's own runtime, if it needs one. `kept` says what `runtime` holds of a session that is evaluated
+    again.
     """
     post_s = containers.order.spec.budgets.post_s
     judged: Verdict | PolarnodeError | None = None
@@ -217,7 +218,7 @@ async def evaluated(
             judged = await _judged(containers, runtime, outcome, turns, prefetched, kept)
     except PolarnodeError as error:
         judged = error
-    if isinstance(judged, ContentFault):  # what the run left would stand in the way of another attempt too
+    if isinstance(judged, ContentFault):  # What the run left would also stop another attempt at evaluating.
         judged = EvaluatorError(str(judged))
     if judged is None:
         return _failed(
@@ -246,7 +247,7 @@ async def _judged(
     outcome: Outcome,
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None,
-    kept: Kept | None,
+    kept: KeptWork | None,
 ) -> Verdict | PolarnodeError:
     order, spec = containers.order, containers.order.spec
     await runtime.end_processes()
@@ -261,7 +262,7 @@ async def _judged(
             reach.through(judged), work, NodeClock(), containers.services.judge, outcome, turns, spec
         )
         finished = evolve(finished, kept=kept)
-        # its tests are added after the agent's work, which the evaluator copies in itself
+        # The tests are added after the agent's work, which this evaluator copies in itself.
         if order.fresh and not order.evaluator.copies:
             return await _evaluate(containers, evolve(finished, prepare=prepare), judged)
         await prepare()
@@ -282,12 +283,12 @@ async def _evaluate(
     except PolarnodeError as error:
         verdict = error
     except (Exception, SystemExit) as error:
-        # user code, named by import path: its bug is this session's data, and its SystemExit must not end the
-        # node
+        # The evaluator may be user code, named by import path. Its bug is this session's data, and its
+        # SystemExit must not end the node.
         verdict = EvaluatorError(f"{type(error).__name__}: {error}")
     if containers.order.evaluator.only_programs and not runtime.ended_for_room:
         return verdict
-    # the node ended the processes in its runtime meanwhile, so the verdict is not valid
+    # The node ended the processes in the evaluator's runtime meanwhile, so the verdict is not valid.
     if runtime.ended_because != before:
         return EvaluatorError(f"the evaluator was ended: {runtime.ended_because}")
     return verdict
@@ -304,17 +305,17 @@ async def _fresh(
     """
     clean = await prefetched.take() if prefetched is not None else None
     if clean is None:
-        clean = await opened_twice(containers, stack)
+        clean = await open_with_retry(containers, stack)
     if containers.order.evaluator.copies:
         await runtime.copy_workdir(clean)
     return clean
 
 
-async def opened_twice(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
-    """A clean runtime, prepared like the harness's own; the second one where the first did not start."""
+async def open_with_retry(containers: Containers, stack: AsyncExitStack) -> PodmanRuntime:
+    """A clean runtime, prepared like the harness's own; a second one if the first does not start."""
     try:
         return await stack.enter_async_context(containers.open())
-    except RuntimeFault as fault:  # a whole rollout depends on it: retry once, as in INIT
+    except RuntimeFault as fault:  # A whole rollout depends on it, so it is tried once more, as in INIT.
         logger.warning(
             "session %s: its evaluator's runtime failed, trying a fresh one: %s",
             containers.order.identity.session_id,
@@ -327,17 +328,18 @@ async def opened_twice(containers: Containers, stack: AsyncExitStack) -> PodmanR
 
 
 async def taught(
-    trajectory: Trajectory, teacher: str, scoring: Scoring, scope: trio.CancelScope
+    trajectory: Trajectory, teacher: str, scoring: ScoringEngines, scope: trio.CancelScope
 ) -> Trajectory:
-    """The trajectory with its teacher's logprobs in each trace with trained tokens, or with the reason that
-    they are missing: nothing of a teacher fails a session. `scope` bounds the time, and its cancel ends it.
+    """The trajectory with its teacher's logprobs in each trace that has trained tokens, or with the reason
+    why they are missing, because no failure of a teacher fails a session. `scope` bounds the time, and
+    cancelling it ends the scoring.
     """
     began, turns = trio.current_time(), {turn.index: turn for turn in trajectory.turns}
     orders: dict[int, ScoreOrder] = {}
     found: dict[int, RowScores | PolarnodeError] = {}
     try:
         scoring.insist(teacher, "$.carry.teacher")
-    except Refused as refused:  # of an earlier run of the node, with other settings
+    except Refused as refused:  # The task is from an earlier run of the node, with other settings.
         return unscored(trajectory, str(refused))
     for place, trace in enumerate(trajectory.traces):
         if 1 in trace.loss_mask:
@@ -359,7 +361,7 @@ async def taught(
         if isinstance(scores, RowScores):
             begin, scored = orders[place].start - traces[place].offset, scores.logprobs
             versions[scores.version] = None
-        traces[place] = with_teacher(traces[place], begin, scored)
+        traces[place] = add_teacher_logprobs(traces[place], begin, scored)
     metrics: dict[str, Json] = {"name": teacher, "versions": list(versions)}
     metrics["seconds"] = round(trio.current_time() - began, 3)
     return evolve(trajectory, traces=tuple(traces), metrics={**trajectory.metrics, "teacher": metrics})

@@ -1,10 +1,11 @@
-"""Finished sessions evaluated again, without inference: because a judge was down, or a test was wrong.
+"""Evaluates finished sessions again, without inference, for example because a judge was down or a test was
+wrong.
 
-An evaluator that reads turns alone needs the log. One that works in the session's workspace gets it made
-again: a prepared container with the workdir that was kept. Invariants: a later reward is an event of its own
-and changes nothing that was published; a session that was cut off gets no reward, as it got none at first;
-whatever an evaluation comes to is said once, in its status and in an event, so that nobody waits. The
-evaluations of a node that is lost are another's.
+An evaluator that reads turns alone needs only the log. For one that works in the session's workspace, the
+workspace is made again: a prepared container with the workdir that was kept. Invariants: a later reward is an
+event of its own and changes nothing that was published; a session that was cut off gets no reward, as it got
+none at first; each result of an evaluation is reported once, in its status and in an event, so that nobody
+waits for ever. Another node takes over the evaluations of a node that is lost.
 """
 
 import logging
@@ -25,13 +26,13 @@ from attrs import define, evolve, field
 from polarnode import harnesses
 from polarnode.containers.files import (
     WORKDIR,
-    WORKSPACE_ENDING,
+    WORKSPACE_SUFFIX,
     artifacts_path,
-    kept_whole,
+    is_kept_whole,
     workspace_path,
 )
 from polarnode.containers.frozen import remove_image
-from polarnode.containers.runtime import RESTORING, PodmanRuntime
+from polarnode.containers.runtime import RESTORING_PREFIX, PodmanRuntime
 from polarnode.core.codec.json import dump_json, plain, structure
 from polarnode.core.codec.tasks import MAX_EVALUATED
 from polarnode.core.errors import (
@@ -45,33 +46,33 @@ from polarnode.core.errors import (
     boundary,
 )
 from polarnode.core.status import EvaluationStatus, RewardEvent
-from polarnode.core.task import CAPTURE, EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
+from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Status, Trajectory
 from polarnode.evaluators import registry
-from polarnode.evaluators.contract import Evaluator, Kept
+from polarnode.evaluators.contract import Evaluator, KeptWork
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import Log, LogAway
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import Log, LogUnavailable
 from polarnode.merge.trajectory import Identity, Result
-from polarnode.rollouts.admission import insist_writable
-from polarnode.rollouts.evaluation import evaluated, fault_outcome, opened_twice
+from polarnode.rollouts.admission import require_writable
+from polarnode.rollouts.evaluation import evaluated, fault_outcome, open_with_retry
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session_containers import LAST, Containers, Gone
-from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT
+from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT_INFIX
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
 
-# evaluations that are not finished: each holds its request in memory, of at most 64 MiB
-MOST_OPEN = 64
-RETRY_S = 10.0  # a session of an evaluation takes seconds
-# between two looks for kept workspaces that the journal has forgotten the sessions of: retention is in hours
+# The limit on evaluations that are not finished. Each holds its request in memory, of at most 64 MiB.
+MAX_OPEN_EVALUATIONS = 64
+RETRY_S = 10.0  # seconds; one session of an evaluation takes a few
+# The seconds between two looks for kept workspaces whose sessions the log has pruned. Retention is in hours.
 SWEEP_S = 3600.0
-# between two looks for evaluations of nodes that are lost: a lease is as long
-TAKE_S = 4.0
-AWAY_S = 1.0  # before the log is asked again: only who waits for a reward waits
+# The seconds between two looks for evaluations of nodes that are lost. A lease is as long.
+TAKE_OVER_INTERVAL_S = 4.0
+AWAY_S = 1.0  # seconds before the log is asked again; only those who wait for a reward wait for it
 UNKNOWN = "it is not in the log: it never was, or retention has pruned it"
-SPENT = ("run", "turns", "tokens", "repeats")  # clocks of a run
+SPENT = ("run", "turns", "tokens", "repeats")  # the clocks of a run
 
 Pending = tuple[EvaluationStatus, str]
 Queue = tuple[trio.MemorySendChannel[Pending], trio.MemoryReceiveChannel[Pending]]
@@ -79,20 +80,20 @@ Queue = tuple[trio.MemorySendChannel[Pending], trio.MemoryReceiveChannel[Pending
 
 @define(eq=False, kw_only=True)
 class Evaluations:
-    """Evaluates finished sessions again, without inference. Whatever comes of it is an event beside the
-    session's trajectory, which stays as it was.
+    """Evaluates finished sessions again, without inference. Each result is an event beside the session's
+    trajectory, which stays as it was.
 
-    What was accepted is in the log, and is gone on with after a restart, or by another node. Rollouts come
-    first: a worker takes a place in a stage when no session waits for it. `workers`: sessions evaluated at
-    once. `incarnation`: the node's own, now.
+    Accepted evaluations are in the log, and go on after a restart or at another node. Rollouts come first: a
+    worker takes a slot in a stage when no session waits for it. `workers` sessions are evaluated at once.
+    `incarnation` returns the node's current one.
     """
 
     services: NodeServices
-    journal: Journal  # of this node: its disk, its clock
+    journal: Journal  # this node's own, for its disk and its clock
     log: Log
     incarnation: Callable[[], int]
     workers: int
-    _accepting: trio.Lock = field(factory=trio.Lock, init=False)  # requests with one key are one evaluation
+    _accepting: trio.Lock = field(factory=trio.Lock, init=False)  # Requests with one key get one evaluation.
     _left: Counter[str] = field(factory=Counter, init=False)  # sessions not settled, by evaluation
     _settled: int = field(default=0, init=False)  # sessions, since the node's start
     _queue: Queue = field(factory=lambda: trio.open_memory_channel[Pending](math.inf), init=False)
@@ -116,9 +117,11 @@ class Evaluations:
             return found
 
     async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
-        insist_writable(self.journal.statistics(), "send the evaluation again")
-        if len(self._left) >= MOST_OPEN:
-            raise Busy(f"{MOST_OPEN} evaluations are not finished: send it later", retry_after=RETRY_S)
+        require_writable(self.journal.statistics(), "send the evaluation again")
+        if len(self._left) >= MAX_OPEN_EVALUATIONS:
+            raise Busy(
+                f"{MAX_OPEN_EVALUATIONS} evaluations are not finished: send it later", retry_after=RETRY_S
+            )
         if spec.evaluator is not None:
             self._evaluator(spec.evaluator)
         sessions = await self._standing(spec)
@@ -131,14 +134,16 @@ class Evaluations:
             incarnation=self.incarnation(),
             now=self.journal.now(),
         )
-        if accepted.evaluation_id != evaluation_id:  # another node was first with this key
+        if accepted.evaluation_id != evaluation_id:  # Another node was first with this key.
             return evolve(accepted, created=False)
-        self._enqueue(accepted)
+        self._enqueue_sessions(accepted)
         return accepted
 
     async def _standing(self, spec: EvaluationSpec) -> dict[str, str | None]:
-        """Why each session cannot be evaluated, None where it can. Refused where none can."""
-        ids = tuple(dict.fromkeys(spec.sessions)) or await self.log.places_of(spec.task_id, spec.group_id)
+        """Say for each session why it cannot be evaluated; None where it can. Raises Refused if none can."""
+        ids = tuple(dict.fromkeys(spec.sessions)) or await self.log.placed_sessions(
+            spec.task_id, spec.group_id
+        )
         name = spec.task_id or spec.group_id or ""
         path = "$.sessions" if spec.sessions else "$.group_id" if spec.task_id is None else "$.task_id"
         if not 0 < len(ids) <= MAX_EVALUATED:
@@ -156,7 +161,7 @@ class Evaluations:
             return registry.find(spec, allowed_imports=services.allowed_imports, judges=services.judges)
 
     async def status(self, evaluation_id: str) -> EvaluationStatus | None:
-        """An evaluation's progress; None for an unknown one."""
+        """The progress of an evaluation; None for an unknown one."""
         return await self.log.evaluation(evaluation_id)
 
     def statistics(self) -> dict[str, int]:
@@ -168,10 +173,12 @@ class Evaluations:
     async def run(self, ready: trio.Event) -> None:
         """Evaluate what is pending, and what is accepted, until cancelled."""
         pending = partial(self.log.pending_evaluations, self.incarnation())
-        for record in await answered(pending, meanwhile="the node waits to start"):
-            self._enqueue(record)
+        for record in await retry_until_answered(pending, meanwhile="the node waits to start"):
+            self._enqueue_sessions(record)
         folder = self.services.log_dir
-        for each in folder.glob(f"{RESTORING}*"):  # of an earlier run of the node, which was killed
+        for each in folder.glob(
+            f"{RESTORING_PREFIX}*"
+        ):  # left by an earlier run of the node, which was killed
             await trio.to_thread.run_sync(partial(shutil.rmtree, each, ignore_errors=True))
         ready.set()
         async with trio.open_nursery() as nursery:
@@ -181,36 +188,38 @@ class Evaluations:
             for _ in range(self.workers):
                 nursery.start_soon(self._work)
 
-    def _enqueue(self, record: EvaluationStatus) -> None:
+    def _enqueue_sessions(self, record: EvaluationStatus) -> None:
         for each in record.sessions:
             if each.state == "pending":
                 self._left[record.evaluation_id] += 1
                 self._queue[0].send_nowait((record, each.session_id))
 
     async def _take_over(self) -> None:
-        """Go on with what nodes accepted that are lost, this one before it joined again among them."""
+        """Take over the evaluations that lost nodes had accepted. This node is one of them if it was lost and
+        joined again.
+        """
         while True:
-            await trio.sleep(TAKE_S)
+            await trio.sleep(TAKE_OVER_INTERVAL_S)
             before = self._settled
-            with suppress(LogAway):
+            with suppress(LogUnavailable):
                 found = await self.log.pending_evaluations(self.incarnation())
                 if before != self._settled:
-                    continue  # what was read may say that it is pending still
+                    continue  # The rows may still call a session pending that was just settled.
                 for record in found:
                     if record.evaluation_id not in self._left:
-                        self._enqueue(record)
+                        self._enqueue_sessions(record)
 
     async def _work(self) -> None:
         async for record, session_id in self._queue[1]:
-            # of a damaged journal: status says so, and the node goes on
+            # A damaged journal is reported by the status, and the node goes on.
             with suppress(JournalDamaged):
                 await self._settle(record, session_id)
             self._settled += 1
             self._left[record.evaluation_id] -= 1
-            self._left += Counter()  # drops those at 0
+            self._left += Counter()  # This drops the counts of 0.
 
     async def _settle(self, record: EvaluationStatus, session_id: str) -> None:
-        """Evaluate one session, and write what came of it, however long the log is away."""
+        """Evaluate one session, and write the result, however long the log is away."""
         given: RewardEvent | str | None = None
         while True:
             try:
@@ -219,20 +228,20 @@ class Evaluations:
                 if isinstance(given, str):
                     await self.log.refuse_evaluation(record.evaluation_id, session_id, given)
                 else:
-                    await self.log.reward(given)
+                    await self.log.write_reward(given)
                 return
-            except LogAway as away:
+            except LogUnavailable as away:
                 logger.warning("the evaluation of session %s waits: %s", session_id, away)
                 await trio.sleep(AWAY_S)
 
     async def _given(self, record: EvaluationStatus, session_id: str) -> RewardEvent | str:
-        """What a session is given, or why it gets nothing. Raises LogAway where that is not known now."""
+        """The reward that a session is given, or why it gets none. Raises LogAway if the log is away."""
         try:
             return await self._reward(record, session_id)
-        except LogAway:
+        except LogUnavailable:
             raise
         except Exception as error:
-            # the isolation edge: one session's bug never stops the others, or the node
+            # This is the isolation boundary: a bug in one session never stops the others, or the node.
             logger.exception("the evaluation of session %s met a bug", session_id)
             return f"a bug of the node, see its log: {type(error).__name__}: {error}"
 
@@ -256,19 +265,19 @@ class Evaluations:
             digest = sha256(dump_json(plain(spec))).hexdigest()[:16]
             given = evolve(given, evaluator=order.evaluator.name, evaluator_digest=digest)
             result = await self._result(order, trajectory)
-        except LogAway:
+        except LogUnavailable:
             raise
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
         return evolve(_with_result(given, result), given=self.journal.now())
 
     async def _order(self, spec: EvaluationSpec, trajectory: Trajectory) -> SessionOrder:
-        """The session's order, made again. Raises Refused or Unreadable where that is impossible."""
+        """Make the session's order again. Raises Refused or Unreadable where that is impossible."""
         task = await self.log.task(trajectory.task_id)
         if trajectory.damaged or task is None or task.damaged is not None:
             part = trajectory.damaged[0].part if trajectory.damaged else "task"
             raise Unreadable(f"the session is damaged in the log ({part}): what it did is not known whole")
-        captured = task.spec.harness.name == CAPTURE
+        captured = task.spec.harness.name == CAPTURE_HARNESS
         harness = HarnessSpec(command=("true",)) if captured else task.spec.harness
         evaluator = spec.evaluator or task.spec.evaluator
         return SessionOrder(
@@ -291,25 +300,27 @@ class Evaluations:
     async def _result(self, order: SessionOrder, trajectory: Trajectory) -> Result:
         outcome, stages, spec = _run_outcome(trajectory), self.services.stages, order.spec.runtime
         tar = _kept(self.services.log_dir, trajectory, spec)
-        # what was kept of the session stays as it is
+        # What was kept of the session stays as it is.
         order = evolve(
             order, spec=evolve(order.spec, runtime=evolve(spec, artifacts=(), keep_workspace=False))
         )
         containers = Containers(order, self.services)
         async with AsyncExitStack() as stack:
             runtime: PodmanRuntime | Gone = Gone(
-                why=_why_gone(trajectory, self.services.identity.node), workdir=order.runtime.workdir
+                why=_gone_reason(trajectory, self.services.identity.node), workdir=order.runtime.workdir
             )
             if tar is not None or order.fresh:
                 await self.services.ensure_image(order.runtime.image)
             if tar is not None:
                 async with stages.init.slot(priority=LAST):
                     with trio.move_on_after(order.spec.budgets.init_s) as init:
-                        runtime = opened = await opened_twice(containers, stack)
+                        runtime = opened = await open_with_retry(containers, stack)
                         await opened.restore_workdir(tar)
                 if init.cancelled_caught:
                     raise RuntimeFault(f"its container was not ready after {order.spec.budgets.init_s:g} s")
-            kept = Kept(folder=None if tar is None else order.runtime.workdir, patch=_patch(trajectory))
+            kept = KeptWork(
+                folder=None if tar is None else order.runtime.workdir, patch=_kept_patch(trajectory)
+            )
             async with stages.post.slot(priority=LAST):
                 return await evaluated(containers, runtime, outcome, trajectory.turns, kept=kept)
 
@@ -317,7 +328,7 @@ class Evaluations:
         """Remove kept workspaces and snapshots whose sessions the log has pruned."""
         while True:
             try:
-                for each in await trio.to_thread.run_sync(old_kept, self.services.log_dir):
+                for each in await trio.to_thread.run_sync(old_kept_files, self.services.log_dir):
                     if await self.log.session(each.name.partition(".")[0]) is None:
                         if each.suffix == FROZEN:
                             await remove_image(each)
@@ -329,10 +340,12 @@ class Evaluations:
             await trio.sleep(SWEEP_S)
 
 
-def old_kept(folder: Path) -> list[Path]:
-    """A younger one may be of a session whose rows are not on the journal's disk yet."""
+def old_kept_files(folder: Path) -> list[Path]:
+    """The kept files that are old enough to be removed. A younger file may belong to a session whose rows are
+    not on the journal's disk yet.
+    """
     before = time.time() - SWEEP_S
-    found = (path for kind in (WORKSPACE_ENDING, f"{SNAPSHOT}*") for path in folder.glob(f"*{kind}"))
+    found = (path for kind in (WORKSPACE_SUFFIX, f"{SNAPSHOT_INFIX}*") for path in folder.glob(f"*{kind}"))
     return [each for each in found if each.stat().st_mtime < before]
 
 
@@ -350,11 +363,11 @@ def _with_result(given: RewardEvent, result: Result) -> RewardEvent:
 
 
 def _run_outcome(trajectory: Trajectory) -> Outcome:
-    """How the session's run ended. Refused where it was cut off: such a session has no reward at all."""
+    """How the session's run ended. Raises Refused if it was cut off, because such a session has no reward."""
     outcome, ran = trajectory.outcome, trajectory.metrics.get("run_outcome")
     if ran is not None:
         return structure(ran, Outcome)
-    if outcome.boundary == "evaluator":  # of a journal before the run's own outcome was kept
+    if outcome.boundary == "evaluator":  # Older journals did not keep the run's own outcome.
         status: Status = (
             "timeout" if outcome.clock in SPENT else "failed" if outcome.exit_code else "completed"
         )
@@ -368,20 +381,20 @@ def _run_outcome(trajectory: Trajectory) -> Outcome:
 
 
 def _kept(folder: Path, trajectory: Trajectory, spec: RuntimeSpec) -> Path | None:
-    """The tar with the session's whole workdir: a workspace that was kept, or artifacts that have it."""
+    """The tar with the session's whole workdir: a kept workspace, or artifacts that contain it."""
     found = [("workspace", workspace_path)]
     if any(normpath(path) == WORKDIR for path in spec.artifacts):
         found.append(("artifacts", artifacts_path))
     for name, path in found:
         tar = path(folder, trajectory.session_id)
-        if kept_whole(trajectory.metrics.get(name)) and tar.is_file():
+        if is_kept_whole(trajectory.metrics.get(name)) and tar.is_file():
             return tar
     return None
 
 
-def _why_gone(trajectory: Trajectory, here: str) -> str:
+def _gone_reason(trajectory: Trajectory, here: str) -> str:
     kept = trajectory.metrics.get("workspace")
-    if kept_whole(kept) and trajectory.node != here:
+    if is_kept_whole(kept) and trajectory.node != here:
         return (
             f"the session's workspace is on the disk of node {trajectory.node}, and this evaluator works in"
             " it: send the evaluation to that node"
@@ -393,7 +406,7 @@ def _why_gone(trajectory: Trajectory, here: str) -> str:
     )
 
 
-def _patch(trajectory: Trajectory) -> bytes | None:
+def _kept_patch(trajectory: Trajectory) -> bytes | None:
     """The agent's patch, if the metrics of its first evaluation show all of it."""
     evaluation = trajectory.metrics.get("evaluation")
     shown = evaluation.get("patch") if isinstance(evaluation, dict) else None

@@ -1,9 +1,9 @@
 """Freezes the containers of sessions whose calls are held, while the machine's memory is short.
 
-A held call waits for its session's place in the engine's cache (`engine.residents`), at most HOLD_S. Its
+A held call waits for its session's place in the engine's cache (`engine.residents`), for HOLD_S at most. Its
 harness only waits meanwhile, but a test run or a server that it left in the background goes on taking memory,
-which the sessions with a place need to end. What was held is credited to the run, so freezing costs it no
-budget.
+which the sessions with a place need until they end. The time of a hold is credited to the run, so freezing
+costs it no budget.
 
 Nothing is frozen while memory suffices, and a session's container is thawed when its call goes on.
 """
@@ -20,8 +20,8 @@ from polarnode.core.errors import RuntimeFault
 
 logger = logging.getLogger(__name__)
 
-# seconds until what Podman refused, or a runtime that is being ended ignored, is tried again: the service is
-# restarted within a few
+# The seconds until a change is tried again that Podman refused, or that a runtime ignored because it was
+# being ended. The Podman service is restarted within a few seconds.
 AGAIN_S = 5.0
 
 
@@ -32,15 +32,17 @@ class Freezable(Protocol):
     def frozen(self) -> bool: ...
 
     async def freeze(self) -> None:
-        """Nothing where it can not be frozen. Raises RuntimeFault."""
+        """Stop its programs; do nothing where it cannot be frozen. Raises RuntimeFault."""
 
     async def thaw(self) -> None:
-        """Raises RuntimeFault."""
+        """Let its programs go on. Raises RuntimeFault."""
 
 
 @define(eq=False)
-class _Followed:
-    """`held`: its session's calls are. `not_before`: when the next attempt may be made (Trio's clock)."""
+class _FollowedSession:
+    """The container of one session. `held` says whether the session's calls are held. `not_before` is when
+    the next attempt may be made, on Trio's clock.
+    """
 
     runtime: Freezable
     held: bool = False
@@ -49,10 +51,12 @@ class _Followed:
 
 
 @define(eq=False)
-class Freezer:
-    """The containers of one node's running sessions. `held` and `memory_short` only take note; `run` acts."""
+class ContainerFreezer:
+    """The containers of one node's running sessions. `held` and `memory_short` only take notes; `run`
+    acts.
+    """
 
-    _followed: dict[str, _Followed] = field(factory=dict, init=False)  # by session
+    _followed: dict[str, _FollowedSession] = field(factory=dict, init=False)  # by session
     _short: bool = field(default=False, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
 
@@ -69,10 +73,10 @@ class Freezer:
 
     @contextmanager
     def follow(self, session: str, runtime: Freezable) -> Iterator[None]:
-        """While the block runs, a session's container may be frozen. Leaving it thaws nothing: whatever ends
-        its programs does that first.
+        """While the block runs, a session's container may be frozen. Leaving the block thaws nothing, because
+        the code that ends the container's programs thaws it first.
         """
-        self._followed[session] = _Followed(runtime)
+        self._followed[session] = _FollowedSession(runtime)
         self._changed.set()
         try:
             yield
@@ -98,11 +102,11 @@ class Freezer:
                 with trio.move_on_at(again):
                     await self._changed.wait()
 
-    async def _change(self, session: str, found: _Followed, freeze: bool) -> None:
+    async def _change(self, session: str, found: _FollowedSession, freeze: bool) -> None:
         try:
             await (found.runtime.freeze() if freeze else found.runtime.thaw())
         except RuntimeFault as fault:
-            if session in self._followed:  # else its container is being removed
+            if session in self._followed:  # Otherwise its container is being removed.
                 logger.warning(
                     "the container of session %s cannot be %s: %s",
                     session,

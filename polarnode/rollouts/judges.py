@@ -1,9 +1,9 @@
 """Judges over HTTP: models that evaluators query, at Chat Completions endpoints named in the node's config.
 
-`open_judges` provides them by name while its block runs. Only the config decides the endpoint and key of a
-question; a task names a judge. Every question ends: `answer_s` bounds one attempt, `attempts` the number of
-attempts, and the POST budget the total. Invariants: `read_reply` alone decides whether another attempt can
-help; no error message contains a key.
+`open_judges` provides them by name while its block runs. A task only names a judge; the config alone decides
+the endpoint and the key. Every question ends: `answer_s` bounds one attempt, `attempts` the number of
+attempts, and the POST budget the total time. Invariants: `read_reply` alone decides whether another attempt
+can help; no error message contains a key.
 """
 
 import logging
@@ -28,14 +28,14 @@ from polarnode.evaluators.judging import JudgeConfig, unknown_judge
 
 # ── requests and replies ──────────────────────────────────────────────────────
 
-# besides 5xx: the same request may succeed later
+# The statuses, besides 5xx, after which the same request may succeed later.
 PASSES = frozenset({408, 409, 425, 429})
 REASON_CHARS = 300  # characters of an endpoint's own error in a message
 SCHEMA_NAME = "verdict"
 
 
 @frozen
-class Passes:
+class TransientFailure:
     """A transient failure; `after_s` is the pause that the endpoint requests."""
 
     reason: str
@@ -76,15 +76,17 @@ def _response_format(config: JudgeConfig, schema: Mapping[str, Json]) -> Json:
     }
 
 
-def read_reply(reply: JudgeReply, *, who: str, now: float, secret: str | None = None) -> str | Passes:
-    """The answer's text, or a transient failure. Raises EvaluatorError where another attempt would not help.
+def read_reply(
+    reply: JudgeReply, *, who: str, now: float, secret: str | None = None
+) -> str | TransientFailure:
+    """The answer's text, or a transient failure. Raises EvaluatorError if another attempt would not help.
     `now` is seconds since the epoch.
     """
     if reply.status == 200:
         return _text(reply, who)
     reason = f"HTTP {reply.status}{_words(reply, secret)}"
     if reply.status in PASSES or reply.status >= 500:
-        return Passes(reason, after_s=_retry_after(reply, now))
+        return TransientFailure(reason, after_s=_retry_after(reply, now))
     raise EvaluatorError(f"{who} refused the question: {reason}")
 
 
@@ -92,25 +94,25 @@ def read_reply(reply: JudgeReply, *, who: str, now: float, secret: str | None = 
 
 
 @frozen(kw_only=True)
-class _Message:
+class _ChatMessage:
     content: str | None = None
     refusal: str | None = None
 
 
 @frozen(kw_only=True)
-class _Choice:
-    message: _Message
+class _ChatChoice:
+    message: _ChatMessage
     finish_reason: str | None = None
 
 
 @frozen(kw_only=True)
-class _Completion:
-    choices: tuple[_Choice, ...]
+class _ChatCompletion:
+    choices: tuple[_ChatChoice, ...]
 
 
 def _text(reply: JudgeReply, who: str) -> str:
     try:
-        completion = codec.structure(codec.read_json(reply.body), _Completion)
+        completion = codec.structure(codec.read_json(reply.body), _ChatCompletion)
     except Refused as refused:
         raise EvaluatorError(f"{who} answered with what is no chat completion: {refused}") from refused
     if not completion.choices:
@@ -162,13 +164,13 @@ def _retry_after(reply: JudgeReply, now: float) -> float:
 
 logger = logging.getLogger(__name__)
 
-# bytes of an answer with the judge's reasons and thoughts: a hundred times a long one
+# The limit on the bytes of an answer with the judge's reasons and thoughts, a hundred times a long one.
 ANSWER_BYTES = 4 << 20
-# between attempts: several of the longest must fit in a POST budget of five minutes, and sessions that were
-# refused together must not retry together
+# The pauses between attempts. Several of the longest must fit in a POST budget of five minutes, and sessions
+# that were refused together must not retry together.
 PAUSES = Backoff(first_s=1.0, longest_s=30.0, jitter=0.25)
-# a judge that requests a longer pause has no quota left, and the session fails at once
-LONGEST_WISH_S = 120.0
+# A judge that requests a longer pause has no quota left, and the session fails at once.
+MAX_REQUESTED_PAUSE_S = 120.0
 CLOSE_S = 5.0  # for closing idle connections
 
 
@@ -227,7 +229,7 @@ class HttpJudge:
                 try:
                     answers[index] = await self.ask(questions[index])
                 except PolarnodeError as error:
-                    # kept as a value: the nursery would wrap a raised error in an exception group
+                    # It is kept as a value, because the nursery would wrap it in an exception group.
                     failed.append(error)
                     nursery.cancel_scope.cancel()
 
@@ -250,7 +252,7 @@ class HttpJudge:
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        borrower = object()  # one evaluator may have several questions under way
+        borrower = object()  # One evaluator may have several questions under way.
         await self._slots.acquire_on_behalf_of(borrower)
         try:
             yield
@@ -263,7 +265,7 @@ class HttpJudge:
             if isinstance(answer, str):
                 return answer
             pause = _pause(answer, attempt)
-            if answer.after_s > LONGEST_WISH_S:
+            if answer.after_s > MAX_REQUESTED_PAUSE_S:
                 raise EvaluatorError(
                     f"judge {self.name} requests a pause of {answer.after_s:.0f} s: {answer.reason}"
                 )
@@ -276,7 +278,7 @@ class HttpJudge:
         attempts = "one attempt" if self.config.attempts == 1 else f"{self.config.attempts} attempts"
         raise EvaluatorError(f"judge {self.name} gave no answer in {attempts}: {answer.reason}")
 
-    async def _attempt(self, body: bytes) -> str | Passes:
+    async def _attempt(self, body: bytes) -> str | TransientFailure:
         with trio.move_on_after(self.config.answer_s):
             try:
                 with boundary(EvaluatorError, f"judge {self.name} could not be asked"):
@@ -285,18 +287,18 @@ class HttpJudge:
                     )
             except EvaluatorError as error:
                 if isinstance(error.__cause__, httpx2.TransportError):
-                    return Passes(
+                    return TransientFailure(
                         f"the connection failed ({error.__cause__ or type(error.__cause__).__name__})"
                     )
                 raise
-        return Passes(f"no answer within {self.config.answer_s:g} s")
+        return TransientFailure(f"no answer within {self.config.answer_s:g} s")
 
     async def _post(self, body: bytes) -> JudgeReply:
         received = bytearray()
-        # leaving without an error closes the generators inside the response properly
+        # Leaving the scope without an error closes the generators inside the response properly.
         with trio.CancelScope() as enough:
             async with self.client.stream("POST", "chat/completions", content=body) as response:
-                async for part in response.aiter_raw():  # decoded, a small part could expand to a huge one
+                async for part in response.aiter_raw():  # A small part could decode to a huge one.
                     received += part
                     if len(received) > ANSWER_BYTES:
                         enough.cancel()
@@ -314,12 +316,12 @@ class HttpJudge:
         )
 
 
-def _pause(passes: Passes, attempt: int) -> float:
+def _pause(passes: TransientFailure, attempt: int) -> float:
     return PAUSES.delay(attempt - 1, at_least_s=passes.after_s, draw=random.random())
 
 
 @define(eq=False)
-class Judges:
+class NodeJudges:
     """The node's judges. Called with a name it returns that judge; raises EvaluatorError for a name that is
     not in the node's config.
     """
@@ -344,7 +346,7 @@ class Judges:
 @asynccontextmanager
 async def open_judges(
     configs: Mapping[str, JudgeConfig], environment: Mapping[str, str]
-) -> AsyncIterator[Judges]:
+) -> AsyncIterator[NodeJudges]:
     """Open the judges of these configs with keys from `environment`. Raises ConfigError when a key is
     missing.
     """
@@ -354,7 +356,7 @@ async def open_judges(
         for name, config in configs.items():
             client = await stack.enter_async_context(_open_client(config, secrets[name]))
             found[name] = HttpJudge(name=name, config=config, client=client, secret=secrets[name])
-        yield Judges(found)
+        yield NodeJudges(found)
 
 
 def _secret(name: str, config: JudgeConfig, environment: Mapping[str, str]) -> str | None:
@@ -376,7 +378,7 @@ def _secret(name: str, config: JudgeConfig, environment: Mapping[str, str]) -> s
 @asynccontextmanager
 async def _open_client(config: JudgeConfig, secret: str | None) -> AsyncIterator[httpx2.AsyncClient]:
     base = httpx2.URL(config.base_url.rstrip("/") + "/")
-    # compressed, a small response could expand to a huge one
+    # A small compressed response could expand to a huge one.
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if secret is not None:
         headers["authorization"] = f"Bearer {secret}"

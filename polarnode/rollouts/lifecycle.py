@@ -17,34 +17,35 @@ from attrs import define, evolve, field, frozen
 from polarnode.core.backoff import Backoff
 from polarnode.core.task import Budgets, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
-from polarnode.gateway.live_sessions import Counters, LiveSession, LiveSessions
-from polarnode.groups.group import lost_to_the_machine, stamped
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionCounters
+from polarnode.groups.group import lost_to_the_machine, stamp_staleness
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras, unscored
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
 from polarnode.rollouts.evaluation import taught
-from polarnode.rollouts.results import Results
+from polarnode.rollouts.results import SessionResults
 from polarnode.rollouts.services import NodeServices
-from polarnode.support.bounded import give_back_memory
+from polarnode.support.bounded import trim_memory
 
 logger = logging.getLogger(__name__)
 
-REASON_CHARACTERS = 200  # of a line of the node's log: the whole is in the trajectory
-FORGOTTEN_S: Final = 1.0  # until a request that ends a capture, or watches a session, has been answered
+REASON_CHARACTERS = 200  # characters of a reason in the node's log; the trajectory has all of it
+# The seconds after which a request that ends a capture or watches a session has been answered.
+FORGET_DELAY_S: Final = 1.0
 
 # ── attempts of a group's sample ──────────────────────────────────────────────
 
-# before an attempt: a Podman service that crashed is up again in one or two seconds
+# The pauses before an attempt. A Podman service that crashed is up again in one or two seconds.
 PAUSES: Final = Backoff(first_s=0.5, longest_s=5.0, factor=4.0)
 
 
-def retries_left(retries: int, budgets: Budgets) -> bool:
-    """Whether another attempt may follow a session that follows `retries` others."""
+def has_retries_left(retries: int, budgets: Budgets) -> bool:
+    """Whether another attempt may follow a session that itself followed `retries` others."""
     return retries < budgets.retries
 
 
 def pause_before(attempt: int) -> float:
-    """Seconds before an attempt begins; none before the first."""
+    """The seconds of pause before an attempt begins; none before the first."""
     return PAUSES.delay(attempt - 1) if attempt else 0.0
 
 
@@ -95,28 +96,29 @@ OnEnd = Callable[[SessionEnd], Awaitable[None]]
 class SessionRegistry:
     """Every live session of a node, by id, in the order they began.
 
-    Keep publishing synchronous and last, so that a finished rollout cannot be lost. A teacher scores before,
-    and none of its failures keeps a session from being published.
+    Keep publishing synchronous and last, so that a finished rollout cannot be lost. A teacher scores before
+    that, and none of its failures keeps a session from being published.
     """
 
     services: NodeServices
-    results: Results
+    results: SessionResults
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
-    _scoring: set[trio.CancelScope] = field(factory=set, init=False)  # of those a teacher scores now
-    # set when the last session of a stopping node is over
+    _scoring_scopes: set[trio.CancelScope] = field(factory=set, init=False)  # of sessions being scored
+    # It is set when the last session of a stopping node is over.
     _emptied: trio.Event = field(factory=trio.Event, init=False)
 
     def open(self, identity: Identity, task: TaskSpec, *, calls_first: bool = False) -> LiveSession:
         """Create a session as the model endpoint sees it, with a new key. `calls_first` is its harness's."""
         session_id, services = identity.session_id, self.services
         drops = services.drops_thinking if task.thinking == "template" else None
-        counters = Counters()
+        counters = SessionCounters()
 
         def record(turn: Turn) -> None:
-            # it does not know its session: held in a circle, an ended one would stay until the collector runs
+            # This function does not refer to its session, because the cycle would keep an ended session until
+            # the garbage collector runs.
             counters.last_turn = trio.current_time()
-            services.journal.turn(turn)
+            services.journal.record_turn(turn)
 
         return LiveSession(
             session_id=session_id,
@@ -149,15 +151,15 @@ class SessionRegistry:
         self._drivers[session_id] = driver
         sessions_by_key.add(driver.live)
         nursery.start_soon(
-            self._drive, driver, sessions_by_key, on_end or self.end_at_once, name=f"session {session_id}"
+            self._drive, driver, sessions_by_key, on_end or self.end_session_now, name=f"session {session_id}"
         )
 
     async def _drive(self, driver: SessionDriver, sessions_by_key: LiveSessions, on_end: OnEnd) -> None:
         identity, failed = driver.identity, False
         try:
-            await self._conclude(driver, await driver.run(), on_end)
+            await self._publish_result(driver, await driver.run(), on_end)
         except Exception:
-            # the isolation edge: not even a session that cannot be published ends the others
+            # This is the isolation boundary: even a session that cannot be published does not end the others.
             logger.exception(
                 "session %s was not published: its turns are in the journal, where the node's next start"
                 " finds it",
@@ -175,47 +177,52 @@ class SessionRegistry:
             if self.stopping and not self._drivers:
                 self._emptied.set()
         if driver.live.large:
-            del driver  # what the session kept is free first, when nothing else knows the session any more
-            await trio.sleep(FORGOTTEN_S)
-            await give_back_memory()
+            # The memory of the session is free only when nothing refers to the session any more.
+            del driver
+            await trio.sleep(FORGET_DELAY_S)
+            await trim_memory()
 
-    async def _conclude(self, driver: SessionDriver, result: Result, on_end: OnEnd) -> None:
+    async def _publish_result(self, driver: SessionDriver, result: Result, on_end: OnEnd) -> None:
         identity, turns, services = driver.identity, driver.live.lineages.turns, self.services
-        versions = services.versions_of(driver.task.adapter)  # before a teacher scores: it adds no staleness
+        versions = services.versions_of(driver.task.adapter)  # The time of a teacher adds no staleness.
 
         async def send(trajectory: Trajectory) -> None:
             await on_end(SessionEnd(identity=identity, trajectory=trajectory, cancelled=driver.cancelled))
 
         try:
             imports = services.allowed_imports
-            found = stamped(assemble(identity, driver.task, turns, result, allowed_imports=imports), versions)
+            found = stamp_staleness(
+                assemble(identity, driver.task, turns, result, allowed_imports=imports), versions
+            )
             await send(await self._taught(driver.task, found))
         except Exception as error:
-            # the same edge: what cannot be built or packed costs its traces, not the record
+            # The same boundary: a session that cannot be built or packed loses its traces, not its record.
             bug = evolve(result, outcome=bug_outcome(identity, error), verdict=None, metrics={})
-            await send(stamped(without_traces(identity, driver.task, turns, bug), versions))
+            await send(stamp_staleness(without_traces(identity, driver.task, turns, bug), versions))
 
     async def _taught(self, task: TaskSpec, found: Trajectory) -> Trajectory:
-        """The trajectory with what the task's teacher says of it, within what is left of `post_s`."""
+        """The trajectory with the scores of the task's teacher, which has the time that is left of
+        `post_s`.
+        """
         if not task.carry.teacher or not found.trainable_tokens:
             return found
-        if lost_to_the_machine(found.outcome):  # nobody trains on it, and its next attempt may wait
+        if lost_to_the_machine(found.outcome):  # Nobody trains on it, and its next attempt may be waiting.
             return unscored(found, "its session was lost to the machine")
         left = max(0.0, task.budgets.post_s - found.timing.post_s)
         scope = trio.CancelScope(deadline=trio.current_time() + left)
-        self._scoring.add(scope)
+        self._scoring_scopes.add(scope)
         try:
             return await taught(found, task.carry.teacher, self.services.scoring, scope)
         finally:
-            self._scoring.discard(scope)
+            self._scoring_scopes.discard(scope)
 
     def end(self, end: SessionEnd) -> None:
         """Count and publish a session that is over."""
         self.publish(end.trajectory)
         self.services.tally.published(end.trajectory)
 
-    async def end_at_once(self, end: SessionEnd) -> None:
-        """`end`, as `start` takes it."""
+    async def end_session_now(self, end: SessionEnd) -> None:
+        """`end` as an asynchronous function, which `start` needs."""
         self.end(end)
 
     def publish(self, trajectory: Trajectory) -> None:
@@ -237,18 +244,18 @@ class SessionRegistry:
         return found if isinstance(found, kind) else None
 
     def of_task(self, task_id: str) -> tuple[SessionDriver, ...]:
-        """The live drivers of a task, of whatever type."""
+        """The live drivers of a task, of any type."""
         return tuple(each for each in self._drivers.values() if each.identity.task_id == task_id)
 
     def find(self, session_id: str) -> SessionDriver | None:
-        """The live driver of a session, of whatever type."""
+        """The live driver of a session, of any type."""
         return self._drivers.get(session_id)
 
     def cancel_all(self) -> None:
-        """End every session because the node stops; each keeps its turns, and is published without its
-        teacher's logprobs where those are not there yet.
+        """End every session because the node stops. Each keeps its turns. A session is published without its
+        teacher's logprobs if those are not there yet.
         """
-        for scope in self._scoring:
+        for scope in self._scoring_scopes:
             scope.cancel()
         for driver in self._drivers.values():
             driver.cancel("stopped")
@@ -258,7 +265,7 @@ class SessionRegistry:
         turns. The wait is bounded by their own budgets.
         """
         self.stopping = True
-        self.results.hurry()
+        self.results.shorten_waits()
         if cancel:
             self.cancel_all()
         if self._drivers:

@@ -15,17 +15,19 @@ import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.engine.routing import EngineStatistics
-from polarnode.rollouts.services import Stages
-from polarnode.rollouts.stage_limits import Bounds, Readings, Standing, State, begin, decide
+from polarnode.rollouts.services import StageSlots
+from polarnode.rollouts.stage_limits import LoadReadings, SessionCounts, StageBounds, State, begin, decide
 
 # ── readings ────────────────────────────────────────────────────────────
 
 MIB = 1 << 20
-NO_LIMIT = 1 << 60  # bytes: version 1 of control groups writes no limit as the largest number of pages
-SOME = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
+NO_LIMIT_BYTES = (
+    1 << 60
+)  # bytes; version 1 of control groups writes "no limit" as the largest number of pages
+CPU_PRESSURE_PATTERN = re.compile(r"^some avg10=([\d.]+)", re.MULTILINE)
 
-# Of version 2 and version 1 of control groups: the limit, what is used, and of that what would be given back
-# at once.
+# For version 2 and version 1 of control groups: the limit, the memory used, and the part of it that would be
+# given back at once.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -42,10 +44,14 @@ class Machine:
 
 
 def read_machine(folders: Iterable[Path], root: Path = Path("/")) -> Machine:
-    """The machine now; of several folders the fullest disk counts. `root` is where the kernel's files are."""
+    """The machine now. Of several folders the one on the fullest disk counts. `root` holds the kernel's
+    files.
+    """
     free = [memory for memory in (_available(root), *_groups(root)) if memory is not None]
-    disks = [disk for disk in map(_disk, folders) if disk is not None]
-    return Machine(memory_mb=min(free, default=None), disk_mb=min(disks, default=None), cpu=_cpu(root))
+    disks = [disk for disk in map(_disk_free, folders) if disk is not None]
+    return Machine(
+        memory_mb=min(free, default=None), disk_mb=min(disks, default=None), cpu=_cpu_pressure(root)
+    )
 
 
 def _available(root: Path) -> float | None:
@@ -54,7 +60,7 @@ def _available(root: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[float | None]:
-    """MiB free in the control groups of the node, its own and those around it."""
+    """The MiB free in each control group of the node, its own and those around it."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -67,13 +73,13 @@ def _groups(root: Path) -> Iterator[float | None]:
 def _group_free(group: Path) -> float | None:
     for limit_file, used_file, reclaimable in FILES:
         limit, used = _text(group / limit_file).strip(), _text(group / used_file).strip()
-        if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:
+        if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT_BYTES:
             found = re.search(rf"^{reclaimable} (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
             return (int(limit) - int(used) + (int(found[1]) if found else 0)) / MIB
     return None
 
 
-def _disk(folder: Path) -> float | None:
+def _disk_free(folder: Path) -> float | None:
     try:
         disk = os.statvfs(folder)
     except OSError:
@@ -81,9 +87,9 @@ def _disk(folder: Path) -> float | None:
     return disk.f_bavail * disk.f_frsize / MIB
 
 
-def _cpu(root: Path) -> float | None:
-    """The kernel's pressure figure; without one, the share of runnable programs that have no CPU."""
-    found = SOME.search(_text(root / "proc/pressure/cpu"))
+def _cpu_pressure(root: Path) -> float | None:
+    """The kernel's pressure figure, or without one the percentage of runnable programs that have no CPU."""
+    found = CPU_PRESSURE_PATTERN.search(_text(root / "proc/pressure/cpu"))
     if found:
         return float(found[1])
     load = _text(root / "proc/loadavg").split()
@@ -100,20 +106,20 @@ def _text(path: Path) -> str:
 
 # ── watch ────────────────────────────────────────────────────────────
 
-LOOK_S = 1.0  # seconds between readings: a session takes about as long to begin, and a reading costs 0.2 ms
+LOOK_S = 1.0  # seconds between readings; a session takes about as long to begin, and a reading costs 0.2 ms
 
 logger = logging.getLogger(__name__)
 
 
 @define(eq=False, kw_only=True)
 class MachineWatch:
-    """Adjusts the stage limits of one node. `read` gives the machine now; `pause_prewarm` is called with
-    whether memory or disk are short, so that no container is started for later; `memory_short` with whether
-    memory is.
+    """Adjusts the stage limits of one node. `read` returns the machine's readings. `pause_prewarm` is called
+    with whether memory or disk is short, so that no container is started ahead then. `memory_short` is called
+    with whether memory is short.
     """
 
-    stages: Stages
-    bounds: Bounds
+    stages: StageSlots
+    bounds: StageBounds
     ready_limit: int
     engines: Callable[[], EngineStatistics]
     read: Callable[[], Machine]
@@ -137,13 +143,13 @@ class MachineWatch:
         machine = await trio.to_thread.run_sync(self.read)
         before, self.state = (
             self.state,
-            decide(self.state, _readings(machine, self.engines()), _standing(self.stages), self.bounds),
+            decide(self.state, _load_readings(machine, self.engines()), _standing(self.stages), self.bounds),
         )
         self._log_change(before)
         stages, state = self.stages, self.state
         stages.init.adjust(state.init, state.init_held)
         stages.run.adjust(state.run, state.run_held)
-        # containers for sessions that find no place in the engine's cache would only take memory
+        # Containers for sessions that find no place in the engine's cache would only take memory.
         running = stages.run.statistics().inside if stages.run.is_refused else state.run
         stages.live.adjust(max(1, min(state.run, running)) + self.ready_limit)
         stages.post.adjust(state.post, state.post_held)
@@ -159,9 +165,9 @@ class MachineWatch:
             logger.info("sessions are begun again")
 
 
-def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
+def _load_readings(machine: Machine, engine: EngineStatistics) -> LoadReadings:
     ready = [host for host in engine.hosts if host.state == "ready"]
-    readings = Readings(
+    readings = LoadReadings(
         memory_mb=machine.memory_mb,
         disk_mb=machine.disk_mb,
         cpu=machine.cpu,
@@ -171,14 +177,15 @@ def _readings(machine: Machine, engine: EngineStatistics) -> Readings:
     return evolve(
         readings,
         running=sum(host.running for host in ready),
-        # not every call that is queued here: a flood of one session must not keep others from beginning
+        # It counts sessions and not calls in the queue, because a flood of calls of one session must not keep
+        # others from beginning.
         waiting=sum(host.waiting + host.queued_sessions for host in ready),
     )
 
 
-def _standing(stages: Stages) -> Standing:
+def _standing(stages: StageSlots) -> SessionCounts:
     """The sessions that have begun; those that wait for INIT do not count."""
     init, run, post = stages.init.statistics(), stages.run.statistics(), stages.post.statistics()
-    return Standing(
+    return SessionCounts(
         at_work=init.inside + run.waiting + run.inside + post.waiting + post.inside, running=run.inside
     )

@@ -1,11 +1,11 @@
-"""How the ends of sessions reach the log: each is kept here until the log has answered.
+"""How the results of sessions reach the log: each is kept here until the log has answered.
 
-A session that is over has its result written here in one step, and the log is told beside everything else.
-While the log is away the node goes on, and what it has to say waits; it says each thing again as it was until
-there is an answer, which is the same however often it is asked (`journal/log/port.py`). What a shared log
-may lack is in the node's own journal (`journal/held.py`), so that it outlives the node's process, and a
-standby of the log that knew less than it acknowledged; it is read from there when its turn comes, so that
-hours without the log fill no memory.
+The result of a session that is over is taken here in one step, and is sent to the log in the background.
+While the log is away the node goes on, and its results wait. Each is sent unchanged until there is an answer,
+and the answer is the same however often the log is asked (`journal/log/port.py`). What a shared log may lack
+is in the node's own journal (`journal/held.py`). There it outlives the node's process, and also a standby of
+the log that knew less than the old primary had acknowledged. A result is read from there when it is sent, so
+that hours without the log do not fill the memory.
 """
 
 import logging
@@ -19,41 +19,42 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.held import HeldResult, HeldResults, without_parts
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log, LogAway, ended_session
+from polarnode.journal.held import ResultStore, StoredResult, without_parts
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import Claim, EndedSession, FinishAnswer, Log, LogUnavailable, pack_ended
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-AT_ONCE: Final = 8  # results on their way: one large body holds up no other
-SWEEP_S: Final = 60.0  # between looks at what was acknowledged long ago
-LAST_S: Final = 10.0  # for the log to answer when the node stops: what it does not take, the next start tells
+AT_ONCE: Final = 8  # results sent at once, so that one large body does not hold up the others
+SWEEP_S: Final = 60.0  # seconds between two looks for results that were acknowledged long ago
+# The seconds that the log has to answer when the node stops. The next start sends what it does not take.
+STOP_WAIT_S: Final = 10.0
 
 
 @define(eq=False)
-class Results:
-    """The ends of a node's sessions. `run` delivers them; `on_filled` is told of each that has its place.
-    `held`: where a shared log is, what it may lack.
+class SessionResults:
+    """The results of a node's sessions. `run` delivers them, and `on_filled` is called for each that has
+    filled its place. `held` keeps what a shared log may lack; None for a node alone.
     """
 
     log: Log
     now: Callable[[], float]  # seconds since the epoch
-    on_filled: Callable[[Claim, Ended, FinishAnswer], Awaitable[None]]
-    held: HeldResults | None = None
+    on_filled: Callable[[Claim, EndedSession, FinishAnswer], Awaitable[None]]
+    held: ResultStore | None = None
     incarnation: int = 0
     unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
-    _claims: dict[str, Claim] = field(factory=dict, init=False)  # by session, of those that run
-    _waiting: dict[str, Ended] = field(factory=dict, init=False)
+    _claims: dict[str, Claim] = field(factory=dict, init=False)  # claims of running sessions, by session id
+    _waiting: dict[str, EndedSession] = field(factory=dict, init=False)
     _changed: trio.Event = field(factory=trio.Event, init=False)
-    _identity: str | None = field(default=None, init=False)  # of the log, when it last answered
-    _patient: set[trio.CancelScope] = field(factory=set, init=False)
-    _last: float = field(default=math.inf, init=False)  # when nobody waits for the log any more
+    _identity: str | None = field(default=None, init=False)  # the log's identity when it last answered
+    _patient_scopes: set[trio.CancelScope] = field(factory=set, init=False)
+    _last: float = field(default=math.inf, init=False)  # the time after which nobody waits for the log
 
     def hold(self, claim: Claim) -> None:
-        """A session of this claim runs, or its result is on its way."""
+        """Hold the claim of a session that runs, or whose result is on its way."""
         self._claims[claim.session_id] = claim
 
     def claim_of(self, session_id: str) -> Claim | None:
@@ -61,57 +62,60 @@ class Results:
         return self._claims.get(session_id)
 
     def publish(self, trajectory: Trajectory) -> None:
-        """Take the end of a session. It never waits. What cannot be packed raises here, at its source."""
-        ended = ended_session(trajectory, finished=self.now())
+        """Take the result of a session. This never waits. A result that cannot be packed raises here, at its
+        source.
+        """
+        ended = pack_ended(trajectory, finished=self.now())
         if self.held is not None:
-            self.held.hold(self._claims.get(trajectory.session_id), ended)
+            self.held.store_result(self._claims.get(trajectory.session_id), ended)
             ended = without_parts(ended)
         self._waiting[trajectory.session_id] = ended
         self._note()
 
     async def put_back(self, trajectory: Trajectory, *, counts: bool, keep: bool = True) -> Claim | None:
-        """Give back the place of a session that was lost, for another attempt; with `keep` at this node,
-        whose claim it gives unless there is to be none. Waits until the log has answered.
+        """Give back the place of a session that was lost, for another attempt. With `keep` this node keeps
+        the place, and its claim for the next attempt is returned, unless there is to be none. Waits until the
+        log has answered.
         """
         session_id = trajectory.session_id
-        ended = ended_session(trajectory, finished=self.now())
-        if self.held is not None:  # the place is not its own any more, whenever the log hears of it
-            self.held.hold(None, ended)
+        ended = pack_ended(trajectory, finished=self.now())
+        if self.held is not None:  # The session has lost its place, whenever the log learns that.
+            self.held.store_result(None, ended)
             ended = without_parts(ended)
         while True:
             claim = self._claims[session_id]
             tell = partial(self.log.put_back, claim, counts=counts, keep=keep)
-            kept = await self._told_whole(ended, tell)
+            kept = await self._send_whole(ended, tell)
             if kept is not None or self._claims[session_id] is claim:
-                break  # else the node joined again meanwhile, and holds the place by another claim
+                break  # Otherwise the node joined again meanwhile, and holds the place by another claim.
         self._answered(session_id)
         return kept
 
     @contextmanager
     def patience(self) -> Iterator[trio.CancelScope]:
-        """Around a wait for the log that is not cut short: only the node's stop ends it, LAST_S later."""
+        """Protect a wait for the log from cancellation. Only the node's stop ends it, STOP_WAIT_S later."""
         with trio.CancelScope(shield=True, deadline=self._last) as scope:
-            self._patient.add(scope)
+            self._patient_scopes.add(scope)
             try:
                 yield scope
             finally:
-                self._patient.discard(scope)
+                self._patient_scopes.discard(scope)
 
-    def hurry(self) -> None:
-        """The node stops."""
-        self._last = min(self._last, trio.current_time() + LAST_S)
-        for scope in self._patient:
+    def shorten_waits(self) -> None:
+        """Bound all waits for the log, because the node stops."""
+        self._last = min(self._last, trio.current_time() + STOP_WAIT_S)
+        for scope in self._patient_scopes:
             scope.deadline = self._last
 
     async def restore(self, inherited: Mapping[str, Claim]) -> frozenset[str]:
-        """Take what earlier runs of this node held for the log, and the log does not have; `inherited` are
-        the claims of this run, by session. Gives all sessions that are held.
+        """Take up the results that earlier runs of this node held and that the log does not have. `inherited`
+        are the claims of this run, by session. Returns all sessions with held results.
         """
         if self.held is None:
             return frozenset()
-        self._identity = await self.told(self.log.identity)
-        kept = {each.ended.identity.session_id: each for each in await self.held.all()}
-        # a primary that was lost while the node was down took some of what it had acknowledged with it
+        self._identity = await self.told(self.log.log_name)
+        kept = {each.ended.identity.session_id: each for each in await self.held.read_all()}
+        # A primary that was lost while the node was down may have taken acknowledged results with it.
         over = await self.told(partial(self.log.session_ends, tuple(kept)))
         for session_id, each in kept.items():
             if each.answered is None or session_id in inherited or not over.get(session_id):
@@ -119,29 +123,30 @@ class Results:
                 self._take(each if held is None else evolve(each, claim=held))
         return frozenset(kept)
 
-    def is_another(self, identity: str) -> bool:
-        """Whether a log of this identity was not told yet what is kept here. "": it is not known."""
+    def is_another_log(self, identity: str) -> bool:
+        """Whether a log of this identity was not yet sent the results that are kept here. An empty identity
+        means that it is unknown.
+        """
         return self._identity is not None and identity not in ("", self._identity)
 
-    async def tell_again(self) -> None:
-        """The log was away, or is another. Where it has another identity now, its new primary may lack what
-        the old one acknowledged: everything that is kept is told again, which changes nothing where it is
-        known.
+    async def resend_results(self) -> None:
+        """Send the kept results again if the log, which was away, has another identity now. Its new primary
+        may lack results that the old one acknowledged. A result that it knows already changes nothing.
         """
-        if self.held is None or self._identity is None:  # `restore` comes first
+        if self.held is None or self._identity is None:  # `restore` comes first.
             return
-        identity = await self.told(self.log.identity)
+        identity = await self.told(self.log.log_name)
         if identity == self._identity:
             return
         logger.warning(
             "the log is %s now, and was %s: recent results are told again", identity, self._identity
         )
         self._identity = identity
-        self.held.unanswered()
-        for each in await self.held.all():
+        self.held.clear_acknowledgements()
+        for each in await self.held.read_all():
             self._take(each)
 
-    def _take(self, result: HeldResult) -> None:
+    def _take(self, result: StoredResult) -> None:
         session_id = result.ended.identity.session_id
         if session_id in self._waiting:
             return
@@ -152,7 +157,7 @@ class Results:
 
     @property
     def waiting(self) -> int:
-        """Results that the log has not acknowledged."""
+        """The number of results that the log has not acknowledged."""
         return len(self._waiting)
 
     async def written(self, session_id: str) -> None:
@@ -168,8 +173,8 @@ class Results:
         await trio.lowlevel.checkpoint()
 
     async def leave(self) -> None:
-        """End this incarnation at a shared log, once it has all results; or in LAST_S without that."""
-        with trio.move_on_after(LAST_S) as scope:
+        """End this incarnation at a shared log once the log has all results, or give up after STOP_WAIT_S."""
+        with trio.move_on_after(STOP_WAIT_S) as scope:
             await self.delivered()
             if self.log.shared:
                 await self.told(lambda: self.log.leave(self.incarnation))
@@ -179,7 +184,7 @@ class Results:
             )
 
     async def run(self, ready: trio.Event) -> None:
-        """Deliver what comes, until cancelled."""
+        """Deliver results as they come, until cancelled."""
         ready.set()
         under_way: set[str] = set()
         limit = trio.CapacityLimiter(AT_ONCE)
@@ -188,9 +193,10 @@ class Results:
             ended = self._waiting[session_id]
             try:
                 async with limit:
-                    await self._deliver(session_id, ended)
+                    await self._deliver_result(session_id, ended)
             except Exception:
-                # the isolation edge: one result that cannot be written must not keep back the others
+                # This is the isolation boundary: a result that cannot be written must not keep back the
+                # others.
                 logger.exception(
                     "the end of session %s was not written: its turns are in the journal, where the node's"
                     " next start finds it",
@@ -213,51 +219,51 @@ class Results:
                     nursery.start_soon(deliver, session_id)
                 await self._changed.wait()
 
-    async def _sweep(self, held: HeldResults) -> None:
+    async def _sweep(self, held: ResultStore) -> None:
         while True:
-            held.sweep()
+            held.delete_old()
             await trio.sleep(SWEEP_S)
 
-    async def _told_whole(self, ended: Ended, tell: Callable[[Ended], Awaitable[T]]) -> T:
-        """The log's answer to a result as it takes it: a shared one has no turns of this node's sessions yet.
-        Nothing of it is in memory while the log is away.
+    async def _send_whole(self, ended: EndedSession, tell: Callable[[EndedSession], Awaitable[T]]) -> T:
+        """Send a whole result and return the log's answer. A shared log has no turns of this node's sessions
+        before that. The turns are not in memory while the log is away.
         """
 
         async def ask() -> T:
             if self.held is None:
                 return await tell(ended)
-            if (away := await self.log.reachable()) is not None:
-                raise LogAway(away)
-            return await tell(await self.held.whole(ended))
+            if (away := await self.log.unavailable_reason()) is not None:
+                raise LogUnavailable(away)
+            return await tell(await self.held.load_result(ended))
 
         return await self.told(ask)
 
-    async def _deliver(self, session_id: str, ended: Ended) -> None:
+    async def _deliver_result(self, session_id: str, ended: EndedSession) -> None:
         while True:
             claim = self._claims.get(session_id)
             if claim is None:
-                await self._told_whole(ended, self._publish)
+                await self._send_whole(ended, self._publish)
                 return
             answer = await self._finish(claim, ended)
             if answer == "another" and self._claims.get(session_id) is not claim:
-                continue  # the node joined again meanwhile, and holds the place by another claim
+                continue  # The node joined again meanwhile, and holds the place by another claim.
             if answer == "another":
                 logger.warning("session %s lost its place and is published as an attempt", session_id)
-                await self._told_whole(ended, self._publish)
+                await self._send_whole(ended, self._publish)
             elif answer == "unknown":
                 logger.warning("the log has no task %s any more: its result is dropped", claim.task_id)
             else:
                 await self.on_filled(claim, ended, answer)
             return
 
-    async def _publish(self, ended: Ended) -> FinishAnswer:
-        return await self.log.publish(ended, self.incarnation)
+    async def _publish(self, ended: EndedSession) -> FinishAnswer:
+        return await self.log.publish_session(ended, self.incarnation)
 
-    async def _finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        answer = await self._told_whole(ended, partial(self.log.finish, claim))
+    async def _finish(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
+        answer = await self._send_whole(ended, partial(self.log.finish_claim, claim))
         if answer != "unknown" or self.held is None:
             return answer
-        # retention deletes no task so young: the primary that has this log now never had it
+        # Retention deletes no task that is so young, so the log's present primary never had it.
         ids = [new_id() for _ in range(claim.spec.num_samples)]
         ids[claim.sample_index] = claim.session_id
         await self.told(
@@ -270,16 +276,16 @@ class Results:
                 model=ended.identity.model,
             )
         )
-        return await self._told_whole(ended, partial(self.log.finish, claim))
+        return await self._send_whole(ended, partial(self.log.finish_claim, claim))
 
     def _answered(self, session_id: str) -> None:
         self._claims.pop(session_id, None)
         if self.held is not None:
-            self.held.answered(session_id)
+            self.held.mark_acknowledged(session_id)
 
     async def told(self, tell: Callable[[], Awaitable[T]]) -> T:
         """The log's answer, however long it is away."""
-        return await answered(tell, meanwhile="results wait here")
+        return await retry_until_answered(tell, meanwhile="results wait here")
 
     def _note(self) -> None:
         changed, self._changed = self._changed, trio.Event()

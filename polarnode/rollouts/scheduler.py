@@ -1,11 +1,8 @@
 """The scheduler: claims places from the log, runs a session in each, and gives the log its end.
 
-A task's places stand in the log, which says what runs next: a node alone claims from its own journal, and the
-nodes of a fleet from the same PostgreSQL. A caller that waits for a task must count the samples of its group,
-not its sessions, because one sample may take several attempts.
-
-`recover` settles what earlier runs of this node held. Each place is settled by one call of the log, so a node
-that is killed meanwhile finds the rest at its next start.
+The log holds the places of a task and decides what runs next. A node alone claims from its own journal, and
+the nodes of a fleet claim from the same PostgreSQL. A caller that waits for a task must count the samples of
+its group, not its sessions, because one sample may take several attempts.
 """
 
 import logging
@@ -18,77 +15,75 @@ from weakref import WeakValueDictionary
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.containers.pool import Demand
+from polarnode.containers.pool import RuntimeDemand
 from polarnode.core.errors import Busy, Refused
-from polarnode.core.labels import every_label, label_texts, one_model, unmet
+from polarnode.core.labels import all_labels, choose_model, first_unmet_label, format_labels
 from polarnode.core.status import LiveSessionStatus
-from polarnode.core.task import CAPTURE, HarnessSpec, TaskSpec
+from polarnode.core.task import CAPTURE_HARNESS, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.groups.fork_policy import fork_place
 from polarnode.groups.group import (
-    EARLY_STOP,
-    Facts,
+    EARLY_STOP_REASON,
+    SessionFacts,
     facts_of,
     judged,
     lost_to_the_machine,
-    member_of,
-    stamped,
+    make_member,
+    stamp_staleness,
 )
-from polarnode.journal.held import HeldResults
-from polarnode.journal.journal import Journal
+from polarnode.journal.held import ResultStore
 from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.port import (
-    RETRY_S,
+    LOG_RETRY_S,
     Claim,
-    Ended,
+    ClaimOffer,
+    EndedSession,
     EndingCause,
     FinishAnswer,
     Log,
-    LogAway,
+    LogUnavailable,
     NodeFacts,
-    Offer,
 )
-from polarnode.journal.values import UnfinishedSession
-from polarnode.merge.token_extras import unscored
-from polarnode.merge.trajectory import Identity, Result, asked_fork, assemble
-from polarnode.rollouts.admission import Admitted, admitted
-from polarnode.rollouts.continuing import went_wrong
+from polarnode.merge.trajectory import Identity, Result, assemble, requested_fork
+from polarnode.rollouts.admission import AdmittedTask, admitted
+from polarnode.rollouts.forks import tree_way, went_wrong
 from polarnode.rollouts.lifecycle import (
     CancelCause,
     SessionEnd,
     SessionRegistry,
+    has_retries_left,
     pause_before,
-    retries_left,
 )
-from polarnode.rollouts.results import LAST_S, Results
+from polarnode.rollouts.results import STOP_WAIT_S, SessionResults
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.rollouts.session import Session
-from polarnode.rollouts.trees import tree_way
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import SemaphoreStatistics
 from polarnode.support.ids import new_id
-from polarnode.support.waiting_line import Cohort
+from polarnode.support.waiting_line import EntryCohort
 
 logger = logging.getLogger(__name__)
 
-KEPT_IMAGES: Final = 32  # of recent tasks: a node keeps about so many prepared workspaces
-KEPT_ENDED: Final = 10_000  # ended sessions that status still lists: about 1 kB each
-KEPT_GROUPS: Final = 1_000  # that are not over: of others the log is asked
-ENDINGS_AT_ONCE: Final = 64  # places that are ended without a run, between two looks at the rest
-# that a node takes no place of a fork that must begin at another one, which is told when it is given back
-AVOIDED_S: Final = 10.0
-LOOK_S: Final = 5.0  # between looks at the log where nothing wakes: a lost notification costs no more
-# A node beside others claims an eighth of its room at a time and pauses: a notification of new places reaches
-# the other nodes within some milliseconds, a busy one within tens, and a node still fills in a second.
-SHARES: Final = 8
-SHARE_S: Final = 0.1
+MAX_RECENT_IMAGES: Final = 32  # images of recent tasks; a node keeps about as many prepared workspaces
+MAX_ENDED_SESSIONS: Final = 10_000  # ended sessions that status still lists: about 1 kB each
+MAX_OPEN_GROUPS: Final = 1_000  # groups that are not over; the log is asked about the others
+MAX_ENDINGS: Final = 64  # places that are ended without a run, between two looks at the rest
+# The seconds that a node does not take a place again which it gave back because its fork must begin at
+# another node. The other nodes are notified when the place is given back.
+AVOID_PLACE_S: Final = 10.0
+LOOK_S: Final = 5.0  # the longest time between two looks at the log, in case a notification is lost
+# A node beside others claims an eighth of its room at a time, and then pauses. A notification of new places
+# reaches the other nodes within some milliseconds, a busy one within tens, and a node still fills in a
+# second.
+CLAIM_SHARES: Final = 8
+SHARE_PAUSE_S: Final = 0.1
 
 
 @frozen(kw_only=True)
 class SchedulerStatistics:
-    """The stages and the counts of sessions. `live` ones are claimed and not over, `queued` places wait for a
-    node; `retried` sessions were followed by another attempt and are not counted as `ended`.
+    """The stages and the counts of sessions. `live` sessions are claimed and not over. `queued` places wait
+    for a node. `retried` sessions were followed by another attempt and are not counted as `ended`.
     """
 
     stages: Mapping[str, SemaphoreStatistics]
@@ -125,9 +120,9 @@ def session_status(session: Session, published: Trajectory | None = None) -> Liv
 
 @define(eq=False)
 class Scheduler:
-    """Runs the sessions of tasks. `most_claimed`: sessions that are claimed and not over, at most; those
-    beyond the slots of the first stage are the next ones, whose containers are made ahead. `warm` is the most
-    warm containers kept per shape.
+    """Runs the sessions of tasks. `most_claimed` limits the sessions that are claimed and not over. Those
+    beyond the slots of the first stage are the next ones, and their containers are made ahead. `warm` limits
+    the warm containers that are kept for each shape.
     """
 
     nursery: trio.Nursery
@@ -138,34 +133,38 @@ class Scheduler:
     now: Callable[[], float]  # seconds since the epoch
     most_claimed: int
     warm: int
-    # whether some engine host answers: places of a shared log are left to nodes whose engines do
+    # Whether some engine host answers. Places of a shared log are left to nodes whose engines do.
     engines_ready: Callable[[], bool] = lambda: True
-    draining: bool = field(default=False, init=False)  # it takes no new tasks; what runs goes on
+    draining: bool = field(default=False, init=False)  # whether it takes no new tasks; sessions go on
     facts: NodeFacts = field(factory=lambda: NodeFacts(name=""), init=False)  # what it joined the log with
     incarnation: int = field(default=0, init=False)
-    # another process of this node's name joined the log after it: nothing new begins here any more
+    # Whether another process with this node's name joined the log after it. Then nothing new begins here.
     replaced: bool = field(default=False, init=False)
-    _demand: Demand = field(init=False)
+    _container_demand: RuntimeDemand = field(init=False)
     _ended: dict[str, LiveSessionStatus] = field(factory=dict, init=False)
-    _images: dict[str, None] = field(factory=dict, init=False)
-    _cohorts: "WeakValueDictionary[str, Cohort]" = field(factory=WeakValueDictionary, init=False)
-    # places whose forks must begin at another node, until when this one takes none of them
-    _avoided: dict[tuple[str, int], float] = field(factory=dict, init=False)
-    _unsure: bool = field(default=False, init=False)  # an answer that gave a place may have been lost
+    _recent_images: dict[str, None] = field(factory=dict, init=False)
+    _cohorts: "WeakValueDictionary[str, EntryCohort]" = field(factory=WeakValueDictionary, init=False)
+    # Maps places whose forks must begin at another node to the time until which this node avoids them.
+    _avoided_places: dict[tuple[str, int], float] = field(factory=dict, init=False)
+    _claims_uncertain: bool = field(
+        default=False, init=False
+    )  # whether an answer that gave a place may be lost
     settling: set[str] = field(factory=set, init=False)  # sessions of earlier runs that `recover` settles
-    # places whose next attempt the log is asked for now
-    _replacing: set[tuple[str, int]] = field(factory=set, init=False)
-    _share_taken: bool = field(default=False, init=False)  # and there may be more for this node
-    _strays: list[Claim] = field(factory=list, init=False)  # that this node holds and does not run
-    # of groups that stop early, by task: the usable sessions that ended here
+    # the places for whose next attempt the log is being asked
+    _replacing_places: set[tuple[str, int]] = field(factory=set, init=False)
+    _took_full_share: bool = field(default=False, init=False)  # whether the log may have more for this node
+    _stray_claims: list[Claim] = field(
+        factory=list, init=False
+    )  # claims that this node holds and does not run
+    # For groups that stop early: how many usable sessions of each task ended here.
     _usable: "Counter[str]" = field(factory=Counter, init=False)
-    # by task, what its group is judged by of the samples that ended here
-    _filled: dict[str, dict[int, Facts]] = field(factory=dict, init=False)
+    # For each task: the facts of the samples that ended here, by which its group is judged.
+    _filled: dict[str, dict[int, SessionFacts]] = field(factory=dict, init=False)
     _room: trio.Event = field(factory=trio.Event, init=False)  # set when a session is over
 
-    @_demand.default
-    def _make_demand(self) -> Demand:
-        return Demand(self.services.runtimes.prewarm, self.warm)
+    @_container_demand.default
+    def _make_container_demand(self) -> RuntimeDemand:
+        return RuntimeDemand(self.services.runtimes.prewarm, self.warm)
 
     # ── tasks ─────────────────────────────────────────────────────────────────
 
@@ -176,10 +175,10 @@ class Scheduler:
         idempotency_key: str | None = None,
         callback_kinds: Sequence[str] = (),
     ) -> tuple[str, tuple[str, ...]]:
-        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused, and Busy where
+        """Accept a task and return (task_id, session_ids) once the log has it. Raises Refused, and Busy if
         only nodes that are away could run it.
         """
-        here = not self.log.shared or (self.most_claimed > 0 and self._unmet(spec) is None)
+        here = not self.log.shared or (self.most_claimed > 0 and self._unmet_label(spec) is None)
         model = await self._check_nodes(spec, here=here) if self.log.shared else ""
         if here:
             self.check(spec)
@@ -195,32 +194,34 @@ class Scheduler:
         )
         return record.task_id, tuple(session.session_id for session in record.sessions)
 
-    def _unmet(self, spec: TaskSpec) -> str | None:
+    def _unmet_label(self, spec: TaskSpec) -> str | None:
         here = self.services.identity
-        return unmet(spec.requires, every_label(here.labels, node=here.node, model=here.model))
+        return first_unmet_label(spec.requires, all_labels(here.labels, node=here.node, model=here.model))
 
     async def _check_nodes(self, spec: TaskSpec, *, here: bool) -> str:
-        """The model that the task is for: nodes of another, which may come later, are to leave it. Raises
-        Refused for a task that nodes of several models could run, or none of the log, which knows nodes for a
-        day; Busy where those that could are away. `here`: this one could. What else it needs is checked by
-        the node that begins it.
+        """Return the model that the task is for. Nodes of another model, which may join later, leave the
+        task.
+
+        Raises Refused for a task that nodes of several models could run, or that no node of the log could
+        run; the log remembers nodes for a day. Raises Busy if the nodes that could run it are away. `here`
+        says that this node could run it. The node that begins the task checks everything else that it needs.
         """
         rows = await self.log.nodes()
-        able = [row for row in rows if unmet(spec.requires, row.facts.labels) is None]
-        model = one_model(spec.requires, (row.facts.labels for row in able if "" in row.serving))
-        if here or able or self._unmet(spec) is None:
+        able = [row for row in rows if first_unmet_label(spec.requires, row.facts.labels) is None]
+        model = choose_model(spec.requires, (row.facts.labels for row in able if "" in row.serving))
+        if here or able or self._unmet_label(spec) is None:
             return model
         away = sorted(
             row.facts.name
             for row in await self.log.nodes(every=True)
-            if row.state in ("lost", "left") and unmet(spec.requires, row.facts.labels) is None
+            if row.state in ("lost", "left") and first_unmet_label(spec.requires, row.facts.labels) is None
         )
         if away:
             raise Busy(
                 f"only nodes that are away have the labels that requires names: {', '.join(away)}",
-                retry_after=RETRY_S,
+                retry_after=LOG_RETRY_S,
             )
-        there = "; ".join(f"{row.facts.name} has {label_texts(row.facts.labels)}" for row in rows)
+        there = "; ".join(f"{row.facts.name} has {format_labels(row.facts.labels)}" for row in rows)
         raise Refused(
             f"no node of this log has the labels that requires names: {there}; correct requires, or start a"
             " node that has them",
@@ -243,12 +244,14 @@ class Scheduler:
             session.cancel("cancelled")
         return session is not None
 
-    async def place_over(self, task_id: str, sample_index: int) -> Facts | None:
-        """Wait until a sample of a task is over, at whichever node; None if its end could not be written."""
+    async def place_over(self, task_id: str, sample_index: int) -> SessionFacts | None:
+        """Wait until a sample of a task is over, at whichever node it runs. Returns its facts, or None if its
+        end could not be written.
+        """
         while (task_id, sample_index) not in self.registry.results.unwritten:
             seen = self.log.event_news
-            # while the log is away no session ends because of it
-            over = await self.registry.results.told(lambda: self.log.places_over(task_id))
+            # This waits as long as the log is away, because no session may end on that account.
+            over = await self.registry.results.told(lambda: self.log.finished_places(task_id))
             for facts in over:
                 if facts.sample_index == sample_index:
                     return facts
@@ -258,44 +261,47 @@ class Scheduler:
     # ── claims ────────────────────────────────────────────────────────────────
 
     async def join(self, facts: NodeFacts) -> tuple[Claim, ...]:
-        """Begin this node's incarnation in the log. Gives what earlier ones of its name held."""
+        """Begin this node's incarnation in the log. Returns the claims that earlier incarnations of its name
+        held.
+        """
         self.facts = facts
         joined = await self.registry.results.told(lambda: self.log.join(facts))
         self.incarnation = self.registry.results.incarnation = joined.incarnation
         return joined.inherited
 
     async def renew_certificate(self, certificate: str) -> None:
-        """Tell the other nodes that this one shows another certificate."""
-        self.facts = evolve(self.facts, certificate=certificate)  # also where it joins again
+        """Tell the other nodes that this one now shows another certificate."""
+        self.facts = evolve(self.facts, certificate=certificate)  # for the case that it joins again
         await self.log.renew_certificate(self.incarnation, certificate)
 
     async def run(self, ready: trio.Event) -> None:
-        """Claim places and end what must be ended, until cancelled."""
+        """Claim places, and end the sessions that must end, until cancelled."""
         ready.set()
         away, results = False, self.registry.results
         while True:
             seen = self.log.place_news
             try:
-                # whoever used the connections first may have met the new primary, so that none was lost here
-                if away or (self.log.shared and results.is_another(self.log.standing.log)):
-                    await results.tell_again()
+                # Another task may have used the connections first and met the new primary, so that no
+                # connection was lost here.
+                if away or (self.log.shared and results.is_another_log(self.log.log_status.log)):
+                    await results.resend_results()
                 if self.log.lost and not self.replaced:
-                    await self._join_again()
+                    await self._rejoin_log()
                 await self._look()
                 away = False
-            except LogAway as error:
-                self._unsure = True
+            except LogUnavailable as error:
+                self._claims_uncertain = True
                 if not away:
                     logger.warning("%s; sessions go on, and nothing new begins", error)
                 away = True
-            if self._share_taken:
-                await trio.sleep(SHARE_S)
+            if self._took_full_share:
+                await trio.sleep(SHARE_PAUSE_S)
             else:
-                await self._wait_reason_to_look(seen)
+                await self._wait_for_news(seen)
 
-    async def _join_again(self) -> None:
-        """This node was declared lost: it was stopped for longer than its lease. What it ran goes on, and who
-        ends a place first has it.
+    async def _rejoin_log(self) -> None:
+        """Join the log again after this node was declared lost, because it was stopped for longer than its
+        lease. Its sessions go on. Of two sessions with one place, the one that ends first has it.
         """
         rows = {row.incarnation: row for row in await self.log.nodes(every=True)}
         mine = rows.get(self.incarnation)
@@ -309,76 +315,80 @@ class Scheduler:
             return
         logger.warning("this node was silent for longer than its lease: it joins the log again")
         inherited, results = await self.join(self.facts), self.registry.results
-        for claim in inherited:  # all at once: a session that ends meanwhile is refused with its old claim
+        # There is no checkpoint in this loop, because a session that ended meanwhile would be refused with
+        # its old claim.
+        for claim in inherited:
             if results.claim_of(claim.session_id) is not None:
                 results.hold(claim)
             elif claim.session_id not in self.settling:
-                self._strays.append(claim)
+                self._stray_claims.append(claim)
 
     async def _look(self) -> None:
-        """Ask the log once for everything that it may have for this node."""
-        while self._strays:
-            await self.log.put_back(self._strays[-1], counts=False)
-            self._strays.pop()
-        if self._unsure:  # what it gave with an answer that was lost
-            self._unsure = False
+        """Ask the log once for everything that it has for this node."""
+        while self._stray_claims:
+            await self.log.put_back(self._stray_claims[-1], counts=False)
+            self._stray_claims.pop()
+        if self._claims_uncertain:  # The log may have given places with an answer that was lost.
+            self._claims_uncertain = False
             for claim in await self.log.claims(self.incarnation):
-                if self._is_unknown(claim):
+                if self._is_unknown_claim(claim):
                     self.begin(claim)
-        for claim in await self.log.claim_endings(self.incarnation, ENDINGS_AT_ONCE):
-            self._end_unrun(claim)
-        for session_id, cause in (await self.log.to_stop(self.incarnation)).items():
+        for claim in await self.log.claim_endings(self.incarnation, MAX_ENDINGS):
+            self._end_without_run(claim)
+        for session_id, cause in (await self.log.sessions_to_stop(self.incarnation)).items():
             driver = self.registry.find(session_id)
             if driver is not None:
                 driver.cancel(_cancel_cause(cause))
-        await self._claim()
+        await self._claim_places()
 
-    async def _claim(self) -> None:
-        """Take places for the room that there is: alone at once, and beside other nodes a share at a time, so
-        that each gets its part of what comes. A node that is fuller than another lets it choose first.
+    async def _claim_places(self) -> None:
+        """Take places as far as there is room. A node alone takes them at once. A node beside others takes a
+        share at a time, so that each node gets its part, and lets a node with less load choose first.
         """
         live = len(self.registry.live(Session))
         room = self.most_claimed - live
         begins = room > 0 and self._begins()
         load = live / self.most_claimed if begins else None
-        self.log.tell_load(load)
-        self._share_taken = False
+        self.log.set_load(load)
+        self._took_full_share = False
         if load is None:
             return
         least, share = self.log.least_load, room
         if least is not None:
-            share = min(room, max(1, self.most_claimed // SHARES))
+            share = min(room, max(1, self.most_claimed // CLAIM_SHARES))
             if load > least:
-                await trio.sleep(SHARE_S)
-        known: dict[str, Admitted] = {}
-        taken = await self.log.claim(self._offer(share))
+                await trio.sleep(SHARE_PAUSE_S)
+        known: dict[str, AdmittedTask] = {}
+        taken = await self.log.claim(self._make_offer(share))
         for claim in taken:
             self.begin(claim, known)
         if share < room and taken:
-            # a group's members share a prompt: the rest of one that begins here is this node's too
-            rest = self._offer(room - len(taken), begun_only=True)
+            # The members of a group share a prompt, so the rest of a group that begins here runs here too.
+            rest = self._make_offer(room - len(taken), begun_only=True)
             for claim in await self.log.claim(rest):
                 self.begin(claim, known)
-            self._share_taken = len(taken) == share
+            self._took_full_share = len(taken) == share
 
-    def _is_unknown(self, claim: Claim) -> bool:
-        """Whether nothing here runs a session of a claim, ends it, or will."""
+    def _is_unknown_claim(self, claim: Claim) -> bool:
+        """Whether nothing at this node runs the session of a claim or ends it, or is about to."""
         results = self.registry.results
         return (
             results.claim_of(claim.session_id) is None
             and claim.session_id not in self.settling
-            and (claim.task_id, claim.sample_index) not in results.unwritten | self._replacing
-            and claim.spec.harness.name != CAPTURE  # its caller takes it again
+            and (claim.task_id, claim.sample_index) not in results.unwritten | self._replacing_places
+            and claim.spec.harness.name != CAPTURE_HARNESS  # The caller of a capture takes its place again.
         )
 
     def _begins(self) -> bool:
-        """Whether this node begins new sessions. One that is alone begins what it took, whatever happens."""
+        """Whether this node begins new sessions. A node alone begins what it took even while its engines are
+        not ready or it drains.
+        """
         if self.registry.stopping or self.replaced:
             return False
         return not self.log.shared or (self.engines_ready() and not self.draining)
 
-    async def _wait_reason_to_look(self, seen: int) -> None:
-        """Wait for more news of places than were seen, or for room here, or for LOOK_S."""
+    async def _wait_for_news(self, seen: int) -> None:
+        """Wait until there is news of places after number `seen`, or room here, or LOOK_S have passed."""
 
         async def wait_places() -> None:
             while True:
@@ -396,67 +406,67 @@ class Scheduler:
         if self._room.is_set():
             self._room = trio.Event()
 
-    def _offer(self, room: int, *, begun_only: bool = False) -> Offer:
+    def _make_offer(self, room: int, *, begun_only: bool = False) -> ClaimOffer:
         here, services, now = self.services.identity, self.services, trio.current_time()
-        self._avoided = {place: until for place, until in self._avoided.items() if until > now}
-        return Offer(
+        self._avoided_places = {place: until for place, until in self._avoided_places.items() if until > now}
+        return ClaimOffer(
             incarnation=self.incarnation,
             room=room,
             begun_only=begun_only,
-            labels=every_label(here.labels, node=here.node, model=here.model),
-            images=tuple(self._images),
+            labels=all_labels(here.labels, node=here.node, model=here.model),
+            images=tuple(self._recent_images),
             serving=services.serving(),
-            avoided=frozenset(self._avoided),
+            avoided=frozenset(self._avoided_places),
         )
 
-    def begin(self, claim: Claim, known: dict[str, Admitted] | None = None) -> None:
-        """Begin the session of a claim. What cannot be run here ends with an error, because nobody waits for
-        an answer. `known`: by task, what was found of those that begin in the same moment.
+    def begin(self, claim: Claim, known: dict[str, AdmittedTask] | None = None) -> None:
+        """Begin the session of a claim. A session that cannot run here ends with an error, because nobody
+        waits for an answer. `known` maps tasks that begin in the same moment to their admitted parts.
         """
-        if self._has_enough(claim):
-            self._end_unrun(evolve(claim, ending="early stop"))
+        if self._group_has_enough(claim):
+            self._end_without_run(evolve(claim, ending="early stop"))
             return
         self.registry.results.hold(claim)
         try:
             order = self._order(claim, {} if known is None else known)
         except Refused as refused:
             reason = f"node {self.services.identity.node} cannot run it: {refused}"
-            self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
+            self._publish_without_run(claim, Outcome(status="error", boundary="node", reason=reason))
             return
         image = order.runtime.image
-        self._images.pop(image, None)
-        remember(self._images, image, None, most=KEPT_IMAGES)
-        self.services.journal.session_started(order.identity)
-        # a tree's fork waits for a session, and needs no container before that is over
+        self._recent_images.pop(image, None)
+        remember(self._recent_images, image, None, most=MAX_RECENT_IMAGES)
+        self.services.journal.record_session(order.identity)
+        # The fork of a tree waits for its root's session, and needs no container before that one is over.
         if fork_place(order.spec, order.identity.sample_index) is None:
-            self._demand.expect([order.identity.session_id], order.runtime, each=order.containers)
+            self._container_demand.expect([order.identity.session_id], order.runtime, each=order.containers)
         session = Session(
             order=order,
             live=self.registry.open(order.identity, order.spec, calls_first=order.harness.calls_first),
             services=self.services,
             delay_s=pause_before(claim.retries),  # give a transient fault time to pass
             place_over=self.place_over,
-            on_phase=self._phase_changed,
+            on_phase=self._on_phase_change,
             on_unpublished=lambda lost: self._list_ended(evolve(session_status(lost), outcome="error")),
         )
         self.registry.start(
-            session, nursery=self.nursery, sessions_by_key=self.sessions_by_key, on_end=self._session_over
+            session, nursery=self.nursery, sessions_by_key=self.sessions_by_key, on_end=self._on_session_end
         )
 
-    def _end_unrun(self, claim: Claim) -> None:
-        """End a place that nobody runs and nobody should."""
+    def _end_without_run(self, claim: Claim) -> None:
+        """End a place that nobody runs and nobody should run."""
         self.registry.results.hold(claim)
         if claim.ending == "retries spent":
             reason = "its node was lost, once more than budgets.retries allows"
-            self._publish_unrun(claim, Outcome(status="error", boundary="node", reason=reason))
+            self._publish_without_run(claim, Outcome(status="error", boundary="node", reason=reason))
         else:
-            why = EARLY_STOP if claim.ending == "early stop" else "cancelled"
-            self._publish_unrun(claim, Outcome(status="cancelled", reason=f"{why} before it began"))
+            why = EARLY_STOP_REASON if claim.ending == "early stop" else "cancelled"
+            self._publish_without_run(claim, Outcome(status="cancelled", reason=f"{why} before it began"))
 
-    def _publish_unrun(self, claim: Claim, outcome: Outcome) -> None:
+    def _publish_without_run(self, claim: Claim, outcome: Outcome) -> None:
         identity = self.identity_of(claim)
         found = assemble(identity, claim.spec, (), Result(outcome=outcome))
-        found = stamped(found, self.services.versions_of(claim.spec.adapter))
+        found = stamp_staleness(found, self.services.versions_of(claim.spec.adapter))
         self.registry.end(SessionEnd(identity=identity, trajectory=found, cancelled=None))
         status = LiveSessionStatus(
             session_id=identity.session_id,
@@ -471,9 +481,9 @@ class Scheduler:
         )
         self._list_ended(status)
 
-    def _order(self, claim: Claim, known: dict[str, Admitted]) -> SessionOrder:
+    def _order(self, claim: Claim, known: dict[str, AdmittedTask]) -> SessionOrder:
         """The order of a claim's session. Raises Refused if its task would not be accepted here now."""
-        found = known.get(claim.task_id) or self._admitted(claim.spec)
+        found = known.get(claim.task_id) or self._admit_task(claim.spec)
         known[claim.task_id] = found
         group_id = claim.spec.group_id or claim.task_id
         return SessionOrder(
@@ -481,14 +491,14 @@ class Scheduler:
             spec=claim.spec,
             harness=found.harness,
             evaluator=found.evaluator,
-            # a group's place at the stages, as old as the first of its sessions that are not over: a group
-            # may be several tasks, and its name may come again
-            cohort=self._cohorts.setdefault(group_id, Cohort()),
+            # The group's position at the stages is as old as the first of its sessions that are not over. A
+            # group may be several tasks, and its name may come again.
+            cohort=self._cohorts.setdefault(group_id, EntryCohort()),
         )
 
     def identity_of(self, claim: Claim, harness: str | None = None, version: str | None = None) -> Identity:
-        """The identity of a claim's session. `harness`: the one that runs it, where it differs from the one
-        that its task names.
+        """The identity of a claim's session. `harness` is the harness that runs it, if that differs from the
+        one that its task names.
         """
         return Identity(
             session_id=claim.session_id,
@@ -500,7 +510,7 @@ class Scheduler:
             model=self.services.identity.model,
             node=self.services.identity.node,
             attempt=claim.attempt,
-            forked_from=asked_fork(claim.spec),
+            forked_from=requested_fork(claim.spec),
         )
 
     def check(self, spec: TaskSpec) -> None:
@@ -509,9 +519,9 @@ class Scheduler:
         """
         if self.registry.stopping:
             raise Refused("this node is stopping and takes no new tasks: use another node, or retry later")
-        self._admitted(spec)
+        self._admit_task(spec)
 
-    def _admitted(self, spec: TaskSpec) -> Admitted:
+    def _admit_task(self, spec: TaskSpec) -> AdmittedTask:
         services = self.services
         services.check_labels(spec.requires)
         services.check_adapter(spec.adapter)
@@ -527,26 +537,28 @@ class Scheduler:
             egress=services.egress.names,
         )
         if spec.group.fork is not None:
-            tree_way(spec, found.harness)  # refuses what cannot be resumed
+            tree_way(spec, found.harness)  # This refuses a task whose forks cannot be resumed.
         return found
 
     # ── ends ──────────────────────────────────────────────────────────────────
 
-    async def _session_over(self, end: SessionEnd) -> None:
-        """A session is over: its sample is over, or another attempt takes its place."""
+    async def _on_session_end(self, end: SessionEnd) -> None:
+        """Settle the place of a session that is over: its sample is over, or another attempt takes the
+        place.
+        """
         claim = self.registry.results.claim_of(end.identity.session_id)
         session = self.registry.get(Session, end.identity.session_id)
         if session is not None and session.elsewhere and claim is not None and end.cancelled is None:
             place = (claim.task_id, claim.sample_index)
-            self._avoided[place] = trio.current_time() + AVOIDED_S
+            self._avoided_places[place] = trio.current_time() + AVOID_PLACE_S
             with self.registry.results.patience():
                 await self.registry.results.put_back(end.trajectory, counts=False, keep=False)
             self._wake()
             return
         if session is not None and claim is not None and end.cancelled is None:
             outcome = end.trajectory.outcome
-            wrong = went_wrong(session.identity, session.live, outcome)  # it costs no retry
-            again = lost_to_the_machine(outcome) and retries_left(claim.retries, session.task.budgets)
+            wrong = went_wrong(session.identity, session.live, outcome)  # This costs no retry.
+            again = lost_to_the_machine(outcome) and has_retries_left(claim.retries, session.task.budgets)
             if wrong or again:
                 await self.replace(end.trajectory, counts=not wrong)
                 self._wake()
@@ -562,36 +574,38 @@ class Scheduler:
         self._wake()
 
     def _stop_siblings(self, claim: Claim, ended: Trajectory) -> None:
-        """End at once what a node alone runs, or would begin, of a group that has enough with this session.
-        Nodes that share a log hear of it from there, which says whose sessions have their places.
+        """End the other sessions of a group that has enough with this session, at a node alone. Nodes that
+        share a log learn this from the log, which decides which sessions have their places.
         """
         policy = claim.spec.group
         if self.log.shared or policy.early_stop_min is None:
             return
-        self._usable[claim.task_id] += member_of(policy, facts_of(ended)).usable
-        if self._has_enough(claim):
+        self._usable[claim.task_id] += make_member(policy, facts_of(ended)).usable
+        if self._group_has_enough(claim):
             for driver in self.registry.of_task(claim.task_id):
                 if driver.identity.session_id != ended.session_id:
-                    driver.cancel(EARLY_STOP)
+                    driver.cancel(EARLY_STOP_REASON)
 
-    def _has_enough(self, claim: Claim) -> bool:
+    def _group_has_enough(self, claim: Claim) -> bool:
         enough = claim.spec.group.early_stop_min
         return enough is not None and self._usable[claim.task_id] >= enough
 
     async def replace(self, lost: Trajectory, *, counts: bool) -> bool:
-        """Publish a session that the machine lost outside its group, and begin the next attempt here. False
-        where its place is to be ended instead.
+        """Publish a session that the machine lost as an attempt, outside its group, and begin the next
+        attempt here. Returns False if its place is to be ended instead.
         """
         keep = not (self.registry.stopping and self.log.shared)
         kept: Claim | None = None
         place = (lost.task_id, lost.sample_index)
-        self._replacing.add(place)
+        self._replacing_places.add(place)
         try:
             with self.registry.results.patience():
                 kept = await self.registry.results.put_back(lost, counts=counts, keep=keep)
         finally:
-            self._replacing.discard(place)
-        self._unsure = self._unsure or kept is None  # the answer that gave it may have been lost
+            self._replacing_places.discard(place)
+        self._claims_uncertain = (
+            self._claims_uncertain or kept is None
+        )  # The answer that gave the place may have been lost.
         self.services.tally.lost(lost.outcome)
         again = "is not tried again" if kept is None else f"is tried again as {kept.session_id}"
         logger.warning("session %s is lost (%s) and %s", lost.session_id, lost.outcome.reason, again)
@@ -600,46 +614,47 @@ class Scheduler:
         return kept is not None
 
     async def _give_away(self, stopped: Trajectory) -> None:
-        """Publish a session that its node's stop ended as an attempt. Another node has its place, and no
-        retry is spent. A log that is away hears of it at the next start, and by this node's silence before.
+        """Publish a session that was ended by its node's stop as an attempt. Another node gets its place, and
+        no retry is spent. If the log is away, it is told at the node's next start; before that it concludes
+        the same from this node's silence.
         """
         results = self.registry.results
-        with trio.move_on_after(LAST_S) as scope:
+        with trio.move_on_after(STOP_WAIT_S) as scope:
             await results.put_back(stopped, counts=False, keep=False)
         again = "when the log answers" if scope.cancelled_caught else "now"
         logger.info("session %s is given back: another node may run it %s", stopped.session_id, again)
 
-    async def note_filled(self, claim: Claim, ended: Ended, answer: FinishAnswer) -> None:
-        """Count a sample that has its place in the log now, and its group with the last one."""
+    async def count_filled_place(self, claim: Claim, ended: EndedSession, answer: FinishAnswer) -> None:
+        """Count a sample whose place the log has now filled, and with the last sample its group."""
         if answer == "already":
             return
         policy = claim.spec.group
-        self.services.tally.place(member_of(policy, ended.facts))
-        if claim.spec.harness.name == CAPTURE:  # whose groups nobody asked for
+        self.services.tally.place(make_member(policy, ended.facts))
+        if claim.spec.harness.name == CAPTURE_HARNESS:  # Nobody asked for groups of captures.
             return
         filled = self._filled.get(claim.task_id, {})
         filled[claim.sample_index] = evolve(ended.facts, outcome=evolve(ended.outcome, log_tail=None))
-        remember(self._filled, claim.task_id, filled, most=KEPT_GROUPS)
+        remember(self._filled, claim.task_id, filled, most=MAX_OPEN_GROUPS)
         if answer == "now":
             return
-        await trio.lowlevel.checkpoint()  # for those that were written with it
+        await trio.lowlevel.checkpoint()  # Samples that were written with this one are counted first.
         self._usable.pop(claim.task_id, None)
         self._filled.pop(claim.task_id, None)
-        facts: Iterable[Facts] = filled.values()
-        if len(filled) < claim.spec.num_samples:  # others ended at another node, or in an earlier run
-            facts = await self.registry.results.told(partial(self.log.places_over, claim.task_id))
+        facts: Iterable[SessionFacts] = filled.values()
+        if len(filled) < claim.spec.num_samples:  # The others ended at another node or in an earlier run.
+            facts = await self.registry.results.told(partial(self.log.finished_places, claim.task_id))
         group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
         self.services.tally.groups[group.state] += 1
 
     def _wake(self) -> None:
         self._room.set()
 
-    def _phase_changed(self, session: Session) -> None:
+    def _on_phase_change(self, session: Session) -> None:
         if session.phase != "init":
-            self._demand.served(session.identity.session_id, left=session.to_come)
+            self._container_demand.served(session.identity.session_id, left=session.remaining_containers)
 
     def _list_ended(self, status: LiveSessionStatus) -> None:
-        remember(self._ended, status.session_id, evolve(status, phase="ended"), most=KEPT_ENDED)
+        remember(self._ended, status.session_id, evolve(status, phase="ended"), most=MAX_ENDED_SESSIONS)
 
     # ── status ────────────────────────────────────────────────────────────────
 
@@ -670,17 +685,17 @@ def make_scheduler(
     now: Callable[[], float],
     most_claimed: int,
     warm: int,
-    held: HeldResults | None = None,
+    held: ResultStore | None = None,
     engines_ready: Callable[[], bool] = lambda: True,
 ) -> Scheduler:
     """The scheduler of a node with its registry and results. The caller runs `scheduler.run` and
     `scheduler.registry.results.run`.
     """
 
-    async def on_filled(claim: Claim, ended: Ended, answer: FinishAnswer) -> None:
-        await scheduler.note_filled(claim, ended, answer)
+    async def on_filled(claim: Claim, ended: EndedSession, answer: FinishAnswer) -> None:
+        await scheduler.count_filled_place(claim, ended, answer)
 
-    results = Results(log=log, now=now, on_filled=on_filled, held=held)
+    results = SessionResults(log=log, now=now, on_filled=on_filled, held=held)
     scheduler = Scheduler(
         nursery=nursery,
         services=services,
@@ -696,108 +711,4 @@ def make_scheduler(
 
 
 def _cancel_cause(cause: EndingCause) -> CancelCause:
-    return EARLY_STOP if cause == "early stop" else "cancelled"
-
-
-# ── what earlier runs of the node held ────────────────────────────────────────
-
-Report = Callable[[str], None]
-
-
-async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, report: Report) -> None:
-    """Join the log, and settle the places that earlier runs of this node held: each session is published as a
-    trajectory of the turns that were captured, and another attempt begins if retries are left.
-
-    Where the journal is damaged nothing is settled: what it lacks would be lost for good.
-    """
-    if journal.damage is not None:
-        report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
-        return
-    results = scheduler.registry.results
-    inherited = {claim.session_id: claim for claim in await scheduler.join(facts)}
-    scheduler.settling.update(inherited)
-    over = await results.restore(inherited)
-    unfinished = {each.identity.session_id: each for each in await journal.unfinished()}
-    again = 0
-    for session_id in over:
-        unfinished.pop(session_id, None)
-        claim = inherited.pop(session_id, None)
-        if claim is not None and results.claim_of(session_id) is not None:
-            results.hold(claim)  # its result is on its way, and its place is held by this incarnation now
-        elif claim is not None:
-            await results.told(partial(scheduler.log.put_back, claim, counts=False))
-    for claim in inherited.values():
-        session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
-        if scheduler.log.shared:  # which has the task
-            session = evolve(session, spec=claim.spec)
-        again += await _recovered(journal, scheduler, claim, session)
-    scheduler.settling.clear()
-    # another has its place, so what it left is an attempt; those that had not begun wait in the log's queue
-    for session in (each for each in unfinished.values() if each.began):
-        if scheduler.log.shared:
-            task = await results.told(partial(scheduler.log.task, session.identity.task_id))
-            session = evolve(session, spec=None if task is None else task.spec)
-        results.publish(await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports)))
-    await results.delivered()
-    if inherited:
-        report(
-            f"{len(inherited)} sessions of an earlier run were interrupted; their turns are kept, and"
-            f" {again} of them are tried again"
-        )
-
-
-async def _recovered(
-    journal: Journal, scheduler: Scheduler, claim: Claim, session: UnfinishedSession
-) -> bool:
-    """Settle one place; True if another attempt was started. Its traces are built in a thread, because
-    attempts started earlier are already running.
-    """
-    scheduler.registry.results.hold(claim)
-    lost = await journal.read(partial(_trajectory, session, scheduler.services.allowed_imports))
-    # asked for late, because siblings end meanwhile
-    stopped = await scheduler.registry.results.told(partial(scheduler.log.to_stop, scheduler.incarnation))
-    ending = stopped.get(claim.session_id, claim.ending)
-    if ending == "early stop" and lost.outcome.status == "interrupted":
-        lost = evolve(
-            lost, outcome=Outcome(status="cancelled", reason=f"{EARLY_STOP}, and {lost.outcome.reason}")
-        )
-    may_retry = ending is None and retries_left(claim.retries, claim.spec.budgets)
-    if session.spec is not None and lost_to_the_machine(lost.outcome) and may_retry:
-        try:
-            scheduler.check(claim.spec)
-        except Refused as refused:
-            reason = f"{lost.outcome.reason}; it cannot be tried again here: {refused}"
-            lost = evolve(lost, outcome=evolve(lost.outcome, reason=reason))
-        else:
-            return await scheduler.replace(lost, counts=True)
-    adapter = "" if session.spec is None else session.spec.adapter
-    scheduler.registry.publish(stamped(lost, scheduler.services.versions_of(adapter)))
-    return False
-
-
-def _without_turns(claim: Claim, scheduler: Scheduler) -> UnfinishedSession:
-    """A session of which this node's journal has nothing: it is another one than the claim was made with."""
-    identity = scheduler.identity_of(claim)
-    return UnfinishedSession(
-        identity=identity, spec=claim.spec, turns=(), cancelled=claim.ending == "cancelled"
-    )
-
-
-def _trajectory(session: UnfinishedSession, allowed_imports: tuple[str, ...]) -> Trajectory:
-    # a capture is built like any other session
-    spec = session.spec or TaskSpec(instruction="", harness=HarnessSpec(name=session.identity.harness))
-    reason = f"the node ended while the session ran; {len(session.turns)} turns were captured"
-    outcome = Outcome(status="interrupted", boundary="node", reason=reason)
-    if session.cancelled:
-        outcome = Outcome(status="cancelled", reason=f"cancelled, and {reason}")
-    found = assemble(
-        session.identity,
-        spec,
-        session.turns,
-        Result(outcome=outcome),
-        allowed_imports=allowed_imports,
-        damaged=session.damaged,
-    )
-    # not scored now: the node starts, and may have hundreds of them
-    why = "the node ended before its teacher had scored it; POST /v1/score takes its rows"
-    return unscored(found, why) if spec.carry.teacher else found
+    return EARLY_STOP_REASON if cause == "early stop" else "cancelled"

@@ -13,31 +13,31 @@ import trio
 from attrs import evolve, field, frozen
 
 from polarnode.containers.egress.proxy import NodeEgress
-from polarnode.containers.recipes import on_top
-from polarnode.containers.runtimes import AbsentRuntimes, Runtimes
+from polarnode.containers.recipes import on_top_image
+from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes
 from polarnode.core.codec.json import child
 from polarnode.core.errors import Refused
-from polarnode.core.labels import every_label, label_texts, unmet
+from polarnode.core.labels import all_labels, first_unmet_label, format_labels
 from polarnode.core.ports import Endpoint, HarnessOrder, Judge
 from polarnode.core.task import CarrySpec, ForkSpec, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Turn
-from polarnode.engine.adapters import Adapters
-from polarnode.engine.scoring import Scoring
+from polarnode.engine.adapters import EngineAdapters
+from polarnode.engine.scoring import ScoringEngines
 from polarnode.evaluators.contract import Evaluator
 from polarnode.harnesses.harness import Harness
 from polarnode.journal.forks import EarlierAttempt, ForkParent
-from polarnode.journal.log.port import Queries
+from polarnode.journal.log.port import QueriesPort
 from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.freezer import Freezer
+from polarnode.rollouts.freezer import ContainerFreezer
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
-from polarnode.support.waiting_line import Cohort
+from polarnode.support.waiting_line import EntryCohort
 
 
 @frozen(kw_only=True)
 class SessionOrder:
-    """One session of a task: its identity, task and parts. `cohort`: its group, whose sessions pass each
+    """One session of a task: its identity, task and parts. `cohort` is its group, whose sessions pass each
     stage together.
     """
 
@@ -45,7 +45,7 @@ class SessionOrder:
     spec: TaskSpec
     harness: Harness
     evaluator: Evaluator
-    cohort: Cohort = field(factory=Cohort, eq=False)
+    cohort: EntryCohort = field(factory=EntryCohort, eq=False)
 
     @property
     def runtime(self) -> RuntimeSpec:
@@ -70,7 +70,7 @@ def runtime_of(task: TaskSpec, harness: Harness) -> RuntimeSpec:
     spec = task.runtime
     if spec.image == "agent":
         return evolve(spec, image=harness.image)
-    return evolve(spec, image=on_top(harness.image, spec.image)) if spec.add_harness else spec
+    return evolve(spec, image=on_top_image(harness.image, spec.image)) if spec.add_harness else spec
 
 
 def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str) -> HarnessOrder:
@@ -90,7 +90,7 @@ def harness_order(spec: TaskSpec, endpoint: Endpoint, *, workdir: str, home: str
 
 
 @frozen(kw_only=True)
-class Stages:
+class StageSlots:
     """The stage limits that every session passes."""
 
     live: PrioritySemaphore
@@ -102,27 +102,28 @@ class Stages:
 class SessionJournal(Protocol):
     """The synchronous writes of a live session to the journal of its node."""
 
-    def session_started(self, identity: Identity) -> None: ...
+    def record_session(self, identity: Identity) -> None: ...
 
-    def turn(self, turn: Turn) -> None: ...
+    def record_turn(self, turn: Turn) -> None: ...
 
 
-class SessionPlaces(Protocol):
-    """The places of sessions in the caches of the engines."""
+class CachePlaces(Protocol):
+    """The places that sessions have in the caches of the engines."""
 
     def begin_session(
         self, session: str, kind: str, group: str, credit: Callable[[float], None], *, waits: bool = True
     ) -> str | None:
-        """Give a session its place; why there is none, else None. `credit` moves its deadline by seconds: by
-        more than 0 where its calls begin to be held, back or by 0 where none is held any more. One that can
-        not wait begins without a place: its calls are held for it.
+        """Give a session its place. Returns None, or the reason that there is no place. `credit` moves the
+        session's deadline by seconds: by more than 0 when its calls begin to be held, and back or by 0 when
+        none is held any more. A session that does not wait begins without a place, and its calls are held
+        instead.
         """
 
     def end_session(self, session: str) -> None:
-        """Give it back; nothing where the session has none."""
+        """Give a session's place back. Does nothing if the session has none."""
 
 
-class UnboundedPlaces:
+class NoCachePlaces:
     """For engines whose caches nobody counts."""
 
     def begin_session(
@@ -135,21 +136,21 @@ class UnboundedPlaces:
 
 
 class SnapshotCopies(Protocol):
-    """Where snapshots are copied that other nodes go on from."""
+    """Copies of snapshots, from which other nodes can go on."""
 
     def put(self, session_id: str, turn: int) -> None:
-        """Copy a snapshot that was just taken. It never waits."""
+        """Copy a snapshot that was just taken. This never waits."""
 
     async def remove(self, session_id: str, turn: int) -> None:
         """Remove a copy."""
 
     async def fetch(self, session_id: str) -> None:
-        """Bring the snapshots of a session that this node has not."""
+        """Fetch the snapshots of a session that this node does not have."""
 
     async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
-        """The turns before a snapshot that came from another node; None where there is none."""
+        """The turns before a snapshot that came from another node; None if there is no such snapshot."""
 
-    async def sweep(self, log: Queries) -> None:
+    async def sweep(self, log: QueriesPort) -> None:
         """Remove the copies whose sessions the log has pruned."""
 
 
@@ -169,7 +170,7 @@ class NoCopies:
         await trio.lowlevel.checkpoint()
         return None
 
-    async def sweep(self, log: Queries) -> None:
+    async def sweep(self, log: QueriesPort) -> None:
         await trio.lowlevel.checkpoint()
 
 
@@ -200,7 +201,7 @@ def no_versions(_: str) -> tuple[str, ...]:
 
 
 async def anywhere(_: ForkSpec) -> None:
-    """For a node that shares no log: whatever a fork needs is here, or nowhere."""
+    """For a node that shares no log: what a fork needs is at this node or nowhere."""
     await trio.lowlevel.checkpoint()
 
 
@@ -210,36 +211,38 @@ class NodeServices:
 
     identity: NodeIdentity
     journal: SessionJournal
-    runtimes: Runtimes | AbsentRuntimes
-    stages: Stages
-    # serves the model endpoint of a session on its socket
+    runtimes: NodeRuntimes | AbsentRuntimes
+    stages: StageSlots
+    # It serves the model endpoint of a session on its socket.
     serve_endpoint: Callable[[str, socket], AbstractAsyncContextManager[object]]
     context_length: int
     log_dir: Path
     ensure_image: Callable[[str], Awaitable[None]]
-    drops_thinking: DropsThinking  # the model's template
-    judge: Callable[[str], Judge]  # the judge of a name of the node's config; EvaluatorError for any other
+    drops_thinking: DropsThinking  # whether the model's template leaves out earlier thinking
+    judge: Callable[[str], Judge]  # finds a judge of the node's config by name, or raises EvaluatorError
     tally: NodeCounters = field(factory=NodeCounters)
-    judges: frozenset[str] = frozenset()  # their names
+    judges: frozenset[str] = frozenset()  # the names of the judges
     allowed_imports: tuple[str, ...] = ()
     carried_limit: int = 0  # bytes a session may carry beside ids and logprobs
-    unrouted: str | None = None  # why no task can have its routed experts; None when it can
+    unrouted: str | None = None  # why tasks cannot have their routed experts; None if they can
     volumes: tuple[str, ...] = ()  # folders of this machine below which tasks may mount
     egress: NodeEgress = field(factory=NodeEgress)  # hosts tasks may reach
-    # the weights that were served, of the base or an adapter, oldest first; the last is what counts now
+    # It lists the versions that were served of the base or of an adapter, the oldest first and the current
+    # last.
     order: Callable[[str], Sequence[str]] = no_versions
-    # what this node serves, by adapter; "" is the base
+    # It maps each adapter to the version that this node serves; "" is the base.
     serving: Callable[[], Mapping[str, str]] = dict
-    adapters: Adapters = field(factory=Adapters)
-    places: SessionPlaces = field(factory=UnboundedPlaces)
-    freezer: Freezer = field(factory=Freezer)
-    # snapshots at once: they take the disk and the interpreter from each other, and from every other session
-    snapshotting: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
+    adapters: EngineAdapters = field(factory=EngineAdapters)
+    places: CachePlaces = field(factory=NoCachePlaces)
+    freezer: ContainerFreezer = field(factory=ContainerFreezer)
+    # It limits the snapshots at once, which take the disk and the interpreter from each other and from every
+    # other session.
+    snapshot_limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
     copies: SnapshotCopies = field(factory=NoCopies)
-    scoring: Scoring = field(factory=Scoring)  # the engines that tasks may name as teachers
-    fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # of a task's forks
+    scoring: ScoringEngines = field(factory=ScoringEngines)  # the engines that tasks may name as teachers
+    fork_parent: Callable[[ForkSpec], Awaitable[ForkParent | None]] = no_parent  # finds the parent of a fork
     earlier_attempts: Callable[[Identity], Awaitable[Sequence[EarlierAttempt]]] = no_attempts
-    # raises ForkElsewhere for a fork that must begin at another node
+    # It raises ForkElsewhere for a fork that must begin at another node.
     insist_here: Callable[[ForkSpec], Awaitable[None]] = anywhere
 
     def versions_of(self, adapter: str) -> Sequence[str]:
@@ -247,23 +250,23 @@ class NodeServices:
         return self.order(adapter)
 
     def check_labels(self, requires: Mapping[str, str]) -> None:
-        """Raise Refused for a task that requires a label that this node has not."""
+        """Raise Refused for a task that requires a label which this node does not have."""
         here = self.identity
-        labels = every_label(here.labels, node=here.node, model=here.model)
-        if (name := unmet(requires, labels)) is not None:
+        labels = all_labels(here.labels, node=here.node, model=here.model)
+        if (name := first_unmet_label(requires, labels)) is not None:
             path = child("$.requires", name)
             raise Refused(
                 f"{path.removeprefix('$.')} is {requires[name]!r}, and this node has"
-                f" {label_texts(labels)}: leave it out, or send the task to a node that has it",
+                f" {format_labels(labels)}: leave it out, or send the task to a node that has it",
                 path=path,
             )
 
     def check_adapter(self, name: str) -> None:
-        """Raise Refused for an adapter that no session can sample by."""
+        """Raise Refused for an adapter by which no session can sample."""
         if name and (why := self.adapters.refusal(name)) is not None:
             raise Refused(why, path="$.adapter")
 
     def check_teacher(self, carry: CarrySpec) -> None:
-        """Raise Refused for a teacher that this node has not."""
+        """Raise Refused for a teacher that this node does not have."""
         if carry.teacher:
             self.scoring.insist(carry.teacher, "$.carry.teacher")

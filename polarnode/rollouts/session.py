@@ -29,57 +29,63 @@ from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.fork_policy import ForkPlace, fork_place
-from polarnode.groups.group import EARLY_STOP, Facts
+from polarnode.groups.group import EARLY_STOP_REASON, SessionFacts
 from polarnode.merge.trajectory import Identity, Result
-from polarnode.rollouts.continuing import find_continuation
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
-from polarnode.rollouts.fork_nodes import ForkElsewhere
-from polarnode.rollouts.forks import begin_fork
+from polarnode.rollouts.forks import (
+    ForkElsewhere,
+    Resumption,
+    begin_replay,
+    begin_resume,
+    find_continuation,
+    with_state,
+)
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
-from polarnode.rollouts.resuming import Resumption, begin_resume
 from polarnode.rollouts.run_clock import RunClock
 from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
 from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
 from polarnode.rollouts.snapshots import SessionSnapshots, open_frozen, open_restored, open_snapshots
-from polarnode.rollouts.trees import with_state
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
 
 INIT_ATTEMPTS = 2  # after two failures in a row a third container would fail for the same reason
-# seconds for a harness to exit by itself after its budget is spent: mini retries a refusal for minutes
-SPENT_GRACE = 10.0
-LOG_LIMIT = 4 << 20  # bytes of a harness's output kept; a runaway print loop must not fill the disk
+# The seconds that a harness has to exit by itself after its budget is spent, because mini retries a refusal
+# for minutes.
+SPENT_GRACE_S = 10.0
+MAX_HARNESS_LOG_BYTES = (
+    4 << 20
+)  # bytes of a harness's output kept; a runaway print loop must not fill the disk
 
 
 @define(eq=False)
 class Session:
-    """A session in its own container. `phase` is its current phase. `cancel` ends any phase except POST.
-    A `SessionDriver`.
+    """A session in its own container, as a `SessionDriver`. `phase` is its current phase. `cancel` ends any
+    phase except POST.
     """
 
     order: SessionOrder
     live: LiveSession
     services: NodeServices
-    delay_s: float  # before it begins
-    # waits until the session in a place of a task is over
-    place_over: "Callable[[str, int], Awaitable[Facts | None]]"
-    # called at each new phase, and when the evaluator's container is made or will not be made
+    delay_s: float  # how long it waits before it begins
+    # This function waits until the session in a place of a task is over.
+    place_over: "Callable[[str, int], Awaitable[SessionFacts | None]]"
+    # This is called at each new phase, and when the evaluator's container is made or will not be made.
     on_phase: "Callable[[Session], None]"
-    # called last, when its trajectory could not be published
+    # This is called last, if its trajectory could not be published.
     on_unpublished: "Callable[[Session], None]"
     phase: Phase = field(default="init", init=False)
     began: float = field(factory=trio.current_time, init=False)
     phase_began: float = field(init=False)
     cancelled: CancelCause | None = field(default=None, init=False)
-    _stoppable: trio.CancelScope | None = field(default=None, init=False)
-    elsewhere: bool = field(default=False, init=False)  # it did not begin: another node has what it needs
+    _cancel_scope: trio.CancelScope | None = field(default=None, init=False)
+    elsewhere: bool = field(default=False, init=False)  # whether another node has what it needs
     _timing: Timing = field(factory=Timing, init=False)
     _clock: RunClock = field(factory=RunClock, init=False)
-    _evaluator_served: bool = field(default=False, init=False)  # its runtime is made, or failed
+    _evaluator_settled: bool = field(default=False, init=False)  # whether its runtime was made or failed
     _containers: Containers = field(init=False)
     _snapshots: SessionSnapshots | None = field(default=None, init=False)
-    _resumption: Resumption | None = field(default=None, init=False)  # of a fork by resume
+    _resumption: Resumption | None = field(default=None, init=False)  # set if it begins in a snapshot
 
     @phase_began.default
     def _make_phase_began(self) -> float:
@@ -98,22 +104,22 @@ class Session:
         return self.order.spec
 
     @property
-    def to_come(self) -> int:
+    def remaining_containers(self) -> int:
         """How many more containers it needs."""
         evaluators = int(
-            self.order.fresh and not self._evaluator_served and self.phase in ("init", "ready", "run")
+            self.order.fresh and not self._evaluator_settled and self.phase in ("init", "ready", "run")
         )
         return evaluators + int(self.phase == "init")
 
     def cancel(self, cause: CancelCause) -> None:
-        """End the session; it keeps its turns. A run ends and its traces are built; a waiting session is
-        over; one whose run is over is evaluated as usual.
+        """End the session; it keeps its turns. A run is ended and its traces are built. A session that waits
+        is over at once. A session whose run is over is evaluated as usual.
 
         The first cause counts.
         """
         self.cancelled = self.cancelled or cause
-        if self._stoppable is not None:
-            self._stoppable.cancel()
+        if self._cancel_scope is not None:
+            self._cancel_scope.cancel()
 
     async def run(self) -> Result:
         """Run all phases. A bug of the node is logged and becomes this session's outcome; it does not reach
@@ -122,14 +128,14 @@ class Session:
         try:
             with self._stoppable_scope():
                 await trio.sleep(self.delay_s)
-            result = await self._result()
+            result = await self._run_phases()
         except ForkElsewhere as error:
             self.elsewhere = True
             result = Result(outcome=Outcome(status="interrupted", boundary=error.boundary, reason=str(error)))
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
         except Exception as error:
-            # the isolation edge of trio.md P7: one session's bug never cancels its siblings
+            # This is the isolation edge: one session's bug never cancels its siblings.
             result = Result(outcome=bug_outcome(self.identity, error))
         await self.live.close()
         metrics = {**result.metrics, **self._containers.metrics, **self.live.metrics()}
@@ -145,110 +151,133 @@ class Session:
         self.phase, self.phase_began = phase, trio.current_time()
         self.on_phase(self)
 
-    async def _result(self) -> Result:
+    async def _run_phases(self) -> Result:
+        """Begin the session, and run it in a container: in a second one if the first fails before RUN."""
         result: Result | None = None
         with self._stoppable_scope() as scope:
             place = fork_place(self.task, self.identity.sample_index)
             if place is not None and self.task.fork is None:
-                without = await self._take_state(place)
-                if without is not None:
-                    return Result(outcome=without)
-            await self._begin()
+                no_state = await self._take_root_state(place)
+                if no_state is not None:
+                    return Result(outcome=no_state)
+            await self._begin_history()
             await self.services.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
-                result = await self._attempts(scope)
-        return result or Result(outcome=self._stopped())
+                for attempt in range(1, INIT_ATTEMPTS + 1):
+                    ended = await self._run_in_container(scope)
+                    may_try_again = isinstance(ended, RuntimeFault) and self.phase in ("init", "ready")
+                    if not may_try_again or attempt == INIT_ATTEMPTS:
+                        break
+                    logger.warning(
+                        "session %s: its runtime failed, trying a fresh one: %s",
+                        self.identity.session_id,
+                        ended,
+                    )
+                    self._enter("init")
+                result = Result(outcome=fault_outcome(ended)) if isinstance(ended, PolarnodeError) else ended
+        return result or Result(outcome=self._stopped_outcome())
 
-    async def _take_state(self, place: ForkPlace) -> Outcome | None:
-        """Wait for the root of a fork of a tree, and take its state; the outcome where there is none."""
+    # ── where it begins ───────────────────────────────────────────────────────
+
+    async def _take_root_state(self, place: ForkPlace) -> Outcome | None:
+        """Wait for the root of a tree of forks, and take its state. Returns an outcome if it has none."""
         root = await self.place_over(self.identity.task_id, place.root)
-        found = await with_state(self.order, self.services, place, root)
-        if isinstance(found, Outcome):
-            # of an attempt before it
+        order = await with_state(self.order, self.services, place, root)
+        if isinstance(order, Outcome):
+            # What an earlier attempt noted as its parent is not this one's.
             self.order = evolve(self.order, identity=evolve(self.identity, forked_from=None))
-            return found
-        self.order = found
-        self.services.journal.session_started(self.identity)
+            return order
+        self.order = order
+        self.services.journal.record_session(self.identity)
         return None
 
-    async def _begin(self) -> None:
-        """Begin where the attempt before it was lost, or where its task says."""
-        found, fork = await find_continuation(self.order, self.services), self.task.fork
-        if found is not None:
-            self.order = evolve(self.order, identity=found.identity)
-            self.services.journal.session_started(found.identity)
-            self._resumption = await found.begin(self.services, self.live)
-            self._clock.before_s = found.state.snapshot.run_s
+    async def _begin_history(self) -> None:
+        """Give the session the turns it begins with: those of the attempt before it, which was lost, or those
+        of its parent if it is a fork. Most sessions begin with none.
+        """
+        continuation, fork = await find_continuation(self.order, self.services), self.task.fork
+        if continuation is not None:
+            self.order = evolve(self.order, identity=continuation.identity)
+            self.services.journal.record_session(continuation.identity)
+            self._resumption = await continuation.begin(self.services, self.live)
+            self._clock.before_s = continuation.state.snapshot.run_s
             return
-        if fork is not None:
-            await self.services.insist_here(fork)
-        if fork is not None and fork.by != "replay":
-            self._resumption = await begin_resume(self.order, self.services, self.live, fork)
-        elif fork is not None:
+        if fork is None:
+            return
+        await self.services.insist_here(fork)
+        if fork.by == "replay":
             parent = await self.services.fork_parent(fork)
-            begin_fork(self.live, self.task, parent, self._sampled_anew)
+            begin_replay(self.live, self.task, parent, self._note_inherited)
+        else:
+            self._resumption = await begin_resume(self.order, self.services, self.live, fork)
 
-    def _sampled_anew(self, got: int, differs: str | None) -> None:
-        """Note in the journal how many turns were inherited, before the first other one is recorded."""
+    def _note_inherited(self, got: int, differs: str | None) -> None:
+        """Note in the journal how many turns were inherited, before the first own turn is recorded."""
         identity = self.order.identity
         if identity.forked_from is not None:
             fork = evolve(identity.forked_from, got=got, differs=differs)
             self.order = evolve(self.order, identity=evolve(identity, forked_from=fork))
-            self.services.journal.session_started(self.order.identity)
+            self.services.journal.record_session(self.order.identity)
 
-    def _stopped(self) -> Outcome:
+    def _stopped_outcome(self) -> Outcome:
+        """The outcome of a session whose scope was cancelled before its run was over."""
         if self.cancelled is not None:
             return Outcome(status="cancelled", reason=f"{_reason(self.cancelled)} in {self.phase}")
         return Outcome(
             status="timeout", clock="init", reason=f"not ready after {self.order.spec.budgets.init_s:g} s"
         )
 
-    # ── INIT and READY ────────────────────────────────────────────────────────
+    # ── INIT to teardown, in one container ────────────────────────────────────
 
-    async def _attempts(self, scope: trio.CancelScope) -> Result:
-        ended = await self._in_runtime(scope)
-        for _ in range(INIT_ATTEMPTS - 1):
-            if not isinstance(ended, RuntimeFault) or self.phase not in ("init", "ready"):
-                break
-            logger.warning(
-                "session %s: its runtime failed, trying a fresh one: %s",
-                self.identity.session_id,
-                ended,
-            )
-            self._enter("init")
-            ended = await self._in_runtime(scope)
-        return Result(outcome=fault_outcome(ended)) if isinstance(ended, PolarnodeError) else ended
-
-    async def _in_runtime(self, scope: trio.CancelScope) -> Result | PolarnodeError:
-        """Use one runtime from start to removal. Errors are returned as values: nurseries would wrap raised
-        ones in exception groups.
+    async def _run_in_container(self, scope: trio.CancelScope) -> Result | PolarnodeError:
+        """Run INIT, READY, RUN and POST in one container, which is removed at the end. Errors are returned as
+        values: nurseries would wrap raised ones in exception groups.
         """
         async with AsyncExitStack() as init:
-            await self._enter_init(init, scope)
+            # INIT: start the container and put the harness into it, in a slot of INIT. The budget of INIT is
+            # the deadline of `scope` while the slot is held. A sibling that prepares the same workspace is
+            # waited for without one.
+            await init.enter_async_context(self._init_slot(scope))
+            while self._containers.is_preparing():
+                await init.aclose()
+                await self._containers.wait_prepared()
+                await init.enter_async_context(self._init_slot(scope))
             expires = trio.current_time() + self._containers.lifetime_s()
             try:
-                async with self._opened() as runtime, self._evaluators_runtime() as prefetched:
-                    return await self._inside(runtime, init, expires, prefetched)
+                async with self._open_runtime() as runtime, self._open_evaluator_runtime() as prefetched:
+                    try:
+                        launch = await self._furnish(runtime)
+                        async with self.services.serve_endpoint(self.identity.session_id, runtime.endpoint):
+                            await init.aclose()
+
+                            # READY: wait for a slot of RUN.
+                            self._enter("ready")
+                            async with AsyncExitStack() as run:
+                                with self._timed("ready_s"):
+                                    slot = self._slot(self.services.stages.run, place=self)
+                                    await run.enter_async_context(slot)
+                                needed_until = trio.current_time() + self._containers.min_lifetime_s()
+                                if not runtime.alive or needed_until > expires:
+                                    return RuntimeFault(
+                                        "the container ended, or grew too old for a whole run, while its"
+                                        " session waited for a place to run"
+                                    )
+
+                                # RUN: from here on the session keeps its turns, whatever ends it.
+                                self._enter("run")
+                                if prefetched is not None:
+                                    prefetched.begin()
+                                with self._timed("run_s"):
+                                    outcome = await self._run_harness(runtime, launch)
+                    except PolarnodeError as error:
+                        return error
+                    # POST: the endpoint is closed and the slot of RUN is free.
+                    return await self._evaluate(runtime, outcome, prefetched)
             except PolarnodeError as error:
                 return error
 
-    def _opened(self) -> AbstractAsyncContextManager[PodmanRuntime]:
-        if self._resumption is None:
-            return self._containers.open()
-        if self._resumption.frozen is not None:
-            return open_frozen(self._containers, self._resumption.snapshot)
-        return open_restored(self._containers, self._resumption.snapshot)
-
-    async def _enter_init(self, init: AsyncExitStack, scope: trio.CancelScope) -> None:
-        """Take a slot of INIT, but not while a sibling prepares the same workspace."""
-        await init.enter_async_context(self._init_stage(scope))
-        while self._containers.preparing():
-            await init.aclose()
-            await self._containers.wait_prepared()
-            await init.enter_async_context(self._init_stage(scope))
-
     @asynccontextmanager
-    async def _init_stage(self, scope: trio.CancelScope) -> AsyncIterator[None]:
+    async def _init_slot(self, scope: trio.CancelScope) -> AsyncIterator[None]:
         """Hold a slot of INIT while its budget runs: one budget for all attempts. Waiting for the slot does
         not count.
         """
@@ -260,12 +289,21 @@ class Session:
             finally:
                 scope.deadline = math.inf
 
-    def _evaluators_runtime(self) -> AbstractAsyncContextManager[PrefetchedRuntime | None]:
+    def _open_runtime(self) -> AbstractAsyncContextManager[PodmanRuntime]:
+        """The session's container: a new one, or one that goes on from a snapshot."""
+        if self._resumption is None:
+            return self._containers.open()
+        if self._resumption.frozen is not None:
+            return open_frozen(self._containers, self._resumption.snapshot)
+        return open_restored(self._containers, self._resumption.snapshot)
+
+    def _open_evaluator_runtime(self) -> AbstractAsyncContextManager[PrefetchedRuntime | None]:
+        """The evaluator's own container, made while the harness runs, if the task asks for one."""
         if not self.order.fresh:
             return nullcontext()
 
         def settled() -> None:
-            self._evaluator_served = True
+            self._evaluator_settled = True
             self.on_phase(self)
 
         return open_prefetched_runtime(
@@ -275,27 +313,12 @@ class Session:
             on_settled=settled,
         )
 
-    async def _inside(
-        self,
-        runtime: PodmanRuntime,
-        init: AsyncExitStack,
-        expires: float,
-        prefetched: PrefetchedRuntime | None,
-    ) -> Result | PolarnodeError:
-        try:
-            launch = await self._furnished(runtime)
-            async with self.services.serve_endpoint(self.identity.session_id, runtime.endpoint):
-                await init.aclose()
-                ran = await self._ready_and_run(runtime, launch, expires, prefetched)
-        except PolarnodeError as error:
-            return error
-        return ran if isinstance(ran, PolarnodeError) else await self._post(runtime, ran, prefetched)
-
-    async def _furnished(self, runtime: PodmanRuntime) -> Launch | None:
-        """Put what the harness needs into the container, and seal all but its workspace. None where the
-        harness is in there already, frozen.
+    async def _furnish(self, runtime: PodmanRuntime) -> Launch | None:
+        """Put what the harness needs into the container, and seal everything but its workspace. Returns None
+        if the container holds a frozen harness, which is already started.
         """
-        if self._resumption is not None and self._resumption.frozen is not None:
+        resumption = self._resumption
+        if resumption is not None and resumption.frozen is not None:
             return None
         endpoint = Endpoint(
             base_url=runtime.base_url,
@@ -304,44 +327,32 @@ class Session:
             model=self.identity.model,
         )
         order = harness_order(self.order.spec, endpoint, workdir=runtime.workdir, home=runtime.home)
-        resumption = self._resumption
         launch = self.order.harness.launch(order) if resumption is None else resumption.launch(order)
         await runtime.place(launch.files)
         await runtime.seal(self.order.runtime)
         return launch
 
-    async def _ready_and_run(
-        self,
-        runtime: PodmanRuntime,
-        launch: Launch | None,
-        expires: float,
-        prefetched: PrefetchedRuntime | None,
-    ) -> Outcome | PolarnodeError:
-        self._enter("ready")
-        async with AsyncExitStack() as run:
-            with self._timed("ready_s"):
-                await run.enter_async_context(self._slot(self.services.stages.run, place=self))
-            if not runtime.alive or trio.current_time() + self._containers.needed_s() > expires:
-                return RuntimeFault(
-                    "the container ended, or grew too old for a whole run, while its session waited for a"
-                    " place to run"
-                )
-            self._enter("run")
-            if prefetched is not None:
-                prefetched.begin()
-            with self._timed("run_s"):
-                return await self._run(runtime, launch)
+    # ── RUN ───────────────────────────────────────────────────────────────────
 
-    # ── RUN and POST ──────────────────────────────────────────────────────────
-
-    async def _run(self, runtime: PodmanRuntime, launch: Launch | None) -> Outcome:
+    async def _run_harness(self, runtime: PodmanRuntime, launch: Launch | None) -> Outcome:
+        """Run the harness until it exits, its time or budget is spent, or it is cancelled. Whatever ends it,
+        its turns are kept, and so a failure is a value too.
+        """
         log = self.services.log_dir / f"{self.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             self._clock.begin(clock, self.order.spec.budgets.run_s)
-            self.live.on_spent = lambda: _soon(clock)
-            ended = await self._harness_ended(runtime, launch, log)
-        cause = self.cancelled  # from here on a cancel has no effect: the run is over
+            self.live.on_spent = lambda: _end_soon(clock)
+            try:
+                async with self._containers.reaching(runtime) as reach:
+                    if self.order.spec.snapshot_at.wanted:
+                        self._snapshots = await self._open_snapshots(runtime)
+                    with self.services.freezer.follow(self.identity.session_id, runtime):
+                        exit_code = await self._follow_harness(runtime, launch, reach.env, log)
+                ended = exit_code
+            except PolarnodeError as error:
+                ended = error
+        cause = self.cancelled  # From here on a cancel has no effect, because the run is over.
         await self.live.close()
         if self._snapshots is not None:
             self._containers.metrics["snapshots"] = await self._snapshots.close()
@@ -353,27 +364,38 @@ class Session:
             spent_clock=self.live.spent_clock,
             because=runtime.ended_because,
             for_room=runtime.ended_for_room,
-            oom_kills=self._containers.note_kills(runtime),
+            oom_kills=self._containers.record_kills(runtime),
             turns=self.live.lineages.turns,
             log_tail=tail(log),
         )
         return run_outcome(self.order, ending)
 
-    async def _harness_ended(
-        self, runtime: PodmanRuntime, launch: Launch | None, log: Path
-    ) -> int | PolarnodeError:
-        """The harness's exit code, or the failure as a value: it fails the run, but the turns are kept."""
-        try:
-            async with self._containers.reaching(runtime) as reach:
-                if self.order.spec.snapshot_at.wanted:
-                    self._snapshots = await self._open_snapshots(runtime)
-                with self.services.freezer.follow(self.identity.session_id, runtime):
-                    return await self._followed(runtime, launch, reach.env, log)
-        except PolarnodeError as error:
-            return error
+    async def _follow_harness(
+        self, runtime: PodmanRuntime, launch: Launch | None, reach: Mapping[str, str], log: Path
+    ) -> int:
+        """Run the harness, or let the frozen one go on, and return its exit code. A harness that may be
+        frozen runs below the container's first process.
+        """
+        frozen = None if self._resumption is None else self._resumption.frozen
+        if launch is None and frozen is not None:
+            self._allow_freezing(frozen.number)
+            return await runtime.follow_copy(frozen, log=log, limit=MAX_HARNESS_LOG_BYTES)
+        assert launch is not None
+        env = {**reach, **launch.env}
+        if not self.order.spec.snapshot_at.freeze:
+            return await runtime.run_logged(
+                launch.argv, env=env, log=log, limit=MAX_HARNESS_LOG_BYTES, stdin=launch.stdin
+            )
+        number = await runtime.start_detached(launch.argv, env=env, stdin=launch.stdin)
+        self._allow_freezing(number)
+        return await runtime.follow_detached(number, log=log, limit=MAX_HARNESS_LOG_BYTES)
+
+    def _allow_freezing(self, number: int) -> None:
+        if self._snapshots is not None:
+            self._snapshots.number = number
 
     async def _open_snapshots(self, runtime: PodmanRuntime) -> SessionSnapshots:
-        # a fork's first snapshot is its parent's, and not its own
+        # The first snapshot of a fork belongs to its parent.
         begun = None if self._resumption is None else self._resumption.snapshot
         own = begun if begun is not None and begun.session_id == self.identity.session_id else None
         return await open_snapshots(
@@ -381,44 +403,22 @@ class Session:
             self.services,
             self.live,
             runtime,
-            credit=self._credit_held,
+            credit=self._extend_run,
             spent=lambda: self._clock.spent_s,
             begun_with=own,
         )
 
-    async def _followed(
-        self, runtime: PodmanRuntime, launch: Launch | None, reach: Mapping[str, str], log: Path
-    ) -> int:
-        """Run the harness, or let the frozen one go on, and return its exit code. One that may be frozen
-        itself runs below the container's first process.
-        """
-        frozen = None if self._resumption is None else self._resumption.frozen
-        if launch is None and frozen is not None:
-            self._can_freeze(frozen.number)
-            return await runtime.follow_copy(frozen, log=log, limit=LOG_LIMIT)
-        assert launch is not None
-        env = {**reach, **launch.env}
-        if not self.order.spec.snapshot_at.freeze:
-            return await runtime.run_logged(
-                launch.argv, env=env, log=log, limit=LOG_LIMIT, stdin=launch.stdin
-            )
-        number = await runtime.start_below(launch.argv, env=env, stdin=launch.stdin)
-        self._can_freeze(number)
-        return await runtime.follow_below(number, log=log, limit=LOG_LIMIT)
+    # ── POST ──────────────────────────────────────────────────────────────────
 
-    def _can_freeze(self, number: int) -> None:
-        if self._snapshots is not None:
-            self._snapshots.number = number
-
-    async def _post(
+    async def _evaluate(
         self, runtime: PodmanRuntime, outcome: Outcome, prefetched: PrefetchedRuntime | None
     ) -> Result:
+        """Evaluate what the harness left, unless its run was cancelled or failed."""
         if outcome.status in ("cancelled", "error"):
             return Result(outcome=outcome)
         self._enter("post")
         try:
-            # end them now, before POST has a slot: processes that a harness left running slow down other
-            # sessions
+            # They end before POST has a slot: processes that a harness left running slow down other sessions.
             await runtime.end_processes()
         except RuntimeFault as fault:
             return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
@@ -428,30 +428,28 @@ class Session:
                     self._containers, runtime, outcome, self.live.lineages.turns, prefetched
                 )
 
-    # ── scopes, slots and times ────────────────────────────────────────────────
-
     # ── its place in the engine's cache ───────────────────────────────────────
 
     def take(self) -> str | None:
-        """Take its place in the cache of an engine; why there is none, else None."""
+        """Take a place in the cache of an engine. Returns None, or the reason that there is no place."""
         identity, order = self.identity, self.order
         return self.services.places.begin_session(
-            identity.session_id, order.harness.name, identity.group_id, self._credit
+            identity.session_id, order.harness.name, identity.group_id, self._credit_cache_wait
         )
 
     def give_back(self) -> None:
         """Give the place back."""
         self.services.places.end_session(self.identity.session_id)
 
-    def _credit(self, seconds: float) -> None:
-        """Move the end of RUN, while its calls are held for its place. Its container may be frozen
-        meanwhile.
+    def _credit_cache_wait(self, seconds: float) -> None:
+        """Move the end of RUN while the session's calls are held for its place in the cache. Its container
+        may be frozen meanwhile.
         """
         self.services.freezer.held(self.identity.session_id, seconds > 0)
-        self._credit_held(seconds)
+        self._extend_run(seconds)
 
-    def _credit_held(self, seconds: float) -> None:
-        """Move the end of RUN by what a call is held."""
+    def _extend_run(self, seconds: float) -> None:
+        """Move the end of RUN by the time that a call is held."""
         self._clock.credit(seconds)
         self._timing = evolve(self._timing, held_s=self._clock.held_s)
 
@@ -475,22 +473,22 @@ class Session:
         reaches neither after the inner one is left.
         """
         with trio.CancelScope() as scope:
-            self._stoppable = scope
+            self._cancel_scope = scope
             if self.cancelled is not None:
                 scope.cancel()
             try:
                 yield scope
             finally:
-                self._stoppable = None
+                self._cancel_scope = None
 
 
 def _reason(cause: CancelCause) -> str:
     """The cause as an outcome's reason. A trainer's cancel and a node's stop read the same."""
-    return EARLY_STOP if cause == EARLY_STOP else "cancelled"
+    return EARLY_STOP_REASON if cause == EARLY_STOP_REASON else "cancelled"
 
 
-def _soon(clock: trio.CancelScope) -> None:
-    """Give a harness SPENT_GRACE seconds to exit after its budget of turns or tokens is spent; its calls are
-    refused meanwhile.
+def _end_soon(clock: trio.CancelScope) -> None:
+    """Give a harness SPENT_GRACE_S seconds to exit after its budget of turns or tokens is spent; its calls
+    are refused meanwhile.
     """
-    clock.deadline = min(clock.deadline, trio.current_time() + SPENT_GRACE)
+    clock.deadline = min(clock.deadline, trio.current_time() + SPENT_GRACE_S)

@@ -1,9 +1,9 @@
-"""A session's containers: opened with the task's workspace, connected to the hosts it may reach.
+"""A session's containers: opened with the task's workspace, and connected to the hosts that it may reach.
 
 The evaluator's own container is prefetched while the harness runs, in a slot of INIT that no session needs.
 Invariants: a failing step of the task is distinct from a failing runtime, which is retried; the harness, the
 task's steps and its evaluator reach the same hosts and no others; an evaluator whose prefetched runtime was
-not begun makes its own instead of waiting, and leaving the block removes a runtime that was made.
+not begun makes its own instead of waiting; leaving the block removes a runtime that was made.
 """
 
 import json
@@ -17,17 +17,17 @@ from typing import NoReturn, cast
 import trio
 from attrs import define, evolve, field, frozen
 
-from polarnode.containers.files import WORKDIR, artifacts_path, kept_whole, workspace_path
+from polarnode.containers.files import WORKDIR, artifacts_path, is_kept_whole, workspace_path
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core import codec
-from polarnode.core.codec.limits import DEPTH, nested_deeper, value_fault
+from polarnode.core.codec.limits import DEPTH, exceeds_depth, value_fault
 from polarnode.core.conversation import Json
 from polarnode.core.errors import EvaluatorError, PolarnodeError, Refused, RuntimeFault, boundary
 from polarnode.core.ports import Clock, Ended, Judge, Runtime
 from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
-from polarnode.rollouts.run_clock import HELD_MOST_S
+from polarnode.rollouts.run_clock import MAX_HELD_S
 from polarnode.rollouts.services import NodeServices, SessionOrder
 from polarnode.support.concurrency import PrioritySemaphore
 
@@ -36,7 +36,7 @@ from polarnode.support.concurrency import PrioritySemaphore
 
 async def prepare(runtime: PodmanRuntime, spec: RuntimeSpec) -> None:
     """Place the task's files and run its prepare steps. A failing step raises Refused with the end of its
-    output: it would fail again.
+    output, because it would fail again.
     """
     for file in spec.files:
         await runtime.place(
@@ -49,8 +49,8 @@ async def prepare(runtime: PodmanRuntime, spec: RuntimeSpec) -> None:
 
 
 async def prepare_evaluation(runtime: Runtime, spec: RuntimeSpec) -> None:
-    """Run the steps that only an evaluator needs (a test suite that the harness must not see). A failing step
-    raises EvaluatorError.
+    """Run the steps that only an evaluator needs, such as a test suite that the harness must not see. A
+    failing step raises EvaluatorError.
     """
     for step in spec.eval_prepare:
         failure = await _step(runtime, step, spec)
@@ -83,10 +83,10 @@ def finished(
 
 
 def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
-    """Validate a verdict: rewards must be finite and of existing turns and lineages, metrics must be JSON. It
-    may come from user code.
+    """Validate a verdict, which may come from user code. Its rewards must be finite and of existing turns and
+    lineages, and its metrics must be JSON.
 
-    Metrics that are too deep or too large cost only themselves, never the reward: `_kept_metrics`.
+    Metrics that are too deep or too large are replaced, and never cost the reward (`_kept_metrics`).
     """
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(
@@ -102,18 +102,18 @@ def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
     )
 
 
-REFUSED_CHARS = 65_536  # of the text of refused metrics: all that a reward file can hold
+MAX_REFUSED_CHARS = 65_536  # characters kept of refused metrics, as many as a reward file can hold
 
 
-NOT_JSON = "the evaluator's metrics are not JSON"
+NOT_JSON_REASON = "the evaluator's metrics are not JSON"
 
 
 def _kept_metrics(metrics: Mapping[str, Json]) -> dict[str, Json]:
-    """The metrics as they are stored. One that could not be written in every event is replaced by `refused`,
-    the reason, and `text`, its JSON: a reward that was measured is not lost to what stands beside it.
+    """The metrics as they are stored. A metric that could not be written in every event is replaced by
+    `refused`, the reason, and `text`, its JSON, so that a reward is not lost because of a metric beside it.
     """
     kept: dict[str, Json] = {}
-    with boundary(EvaluatorError, NOT_JSON):
+    with boundary(EvaluatorError, NOT_JSON_REASON):
         items = dict(metrics).items()
     for name, value in items:
         kept |= _kept_metric(name, value)
@@ -122,11 +122,11 @@ def _kept_metrics(metrics: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _kept_metric(name: str, value: Json) -> dict[str, Json]:
-    """One metric as JSON. Raises EvaluatorError for what has no form in it."""
-    fault = value_fault({name: value}, "$.metrics") if nested_deeper(value, DEPTH - 1) else None
+    """One metric as JSON. Raises EvaluatorError for a value that JSON cannot express."""
+    fault = value_fault({name: value}, "$.metrics") if exceeds_depth(value, DEPTH - 1) else None
     if fault is not None:
         return {name: _refused(value, fault)}
-    with boundary(EvaluatorError, NOT_JSON):
+    with boundary(EvaluatorError, NOT_JSON_REASON):
         found = cast(dict[str, Json], codec.read_json(codec.dump_json({name: value})))
     fault = value_fault(found, "$.metrics")
     return found if fault is None else {name: _refused(value, fault)}
@@ -137,11 +137,11 @@ def _refused(value: Json, fault: Refused) -> dict[str, Json]:
         text = json.dumps(value, ensure_ascii=False)
     except RecursionError:
         text = codec.dump_json(value).decode()
-    return {"refused": str(fault), "text": text[:REFUSED_CHARS]}
+    return {"refused": str(fault), "text": text[:MAX_REFUSED_CHARS]}
 
 
 async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str | None:
-    """Run a step; None on success, else how it failed."""
+    """Run a step. Returns None, or how it failed."""
     ended = await runtime.run(step.argv, user=step.user, env=spec.env)
     if ended.exit_code == 0:
         return None
@@ -153,7 +153,7 @@ async def _step(runtime: Runtime, step: PrepareStep, spec: RuntimeSpec) -> str |
 
 # ── prefetched runtime ────────────────────────────────────────────────────────
 
-LAST = -1  # priority of its slot: a session's is 0 to 100
+LAST = -1  # the priority of its slot; that of a session is 0 to 100
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class PrefetchedRuntime:
     open: Callable[[], AbstractAsyncContextManager[PodmanRuntime]]
     stage: PrioritySemaphore
     budget_s: float
-    on_settled: Callable[[], None]  # called once, when it is made or will not be made
+    on_settled: Callable[[], None]  # is called once, when the runtime is made or will not be made
     _may_begin: trio.Event = field(factory=trio.Event, init=False)
     _waiting: trio.CancelScope = field(factory=trio.CancelScope, init=False)
     _begun: bool = field(default=False, init=False)
@@ -223,13 +223,13 @@ async def open_prefetched_runtime(
             yield prefetched
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        sole = _sole(group)
+        sole = _sole_error(group)
         if sole is None:
             raise
         raise sole from group
 
 
-def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+def _sole_error(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
     """The only error of a group; None if it holds several errors or another group."""
     found = group.exceptions[0]
     return found if len(group.exceptions) == 1 and not isinstance(found, BaseExceptionGroup) else None
@@ -237,10 +237,10 @@ def _sole(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
 
 # ── containers of a session ───────────────────────────────────────────────────
 
-# seconds of a container's lifetime for waiting in READY: several whole run budgets; after a longer wait a
-# fresh container replaces it
-READY_S = 6 * 3600.0
-TEARDOWN_S = 60.0  # what a container's dead-man switch allows beyond all budgets
+# The seconds of a container's lifetime for waiting in READY, several whole run budgets. After a longer wait a
+# fresh container replaces it.
+READY_WAIT_S = 6 * 3600.0
+TEARDOWN_MARGIN_S = 60.0  # seconds that a container's dead-man switch allows beyond all budgets
 
 
 @define(eq=False)
@@ -252,8 +252,8 @@ class Containers:
     metrics: dict[str, Json] = field(factory=dict, init=False)
 
     def open(self) -> AbstractAsyncContextManager[PodmanRuntime]:
-        """A container with the task's workspace in it. Raises RuntimeFault when none starts, Refused when a
-        step of the task fails.
+        """Open a container with the task's workspace in it. Raises RuntimeFault if none starts, and Refused
+        if a step of the task fails.
         """
         shared = self.order.spec.num_samples > 1 or self.order.fresh
         return self.services.runtimes.open_prepared(
@@ -264,38 +264,38 @@ class Containers:
             shared=shared,
         )
 
-    def preparing(self) -> bool:
+    def is_preparing(self) -> bool:
         """Whether a sibling is preparing the same workspace, so that waiting for it is quicker."""
-        return self.services.runtimes.preparing(self.order.runtime)
+        return self.services.runtimes.is_preparing(self.order.runtime)
 
     async def wait_prepared(self) -> None:
         """Wait until no sibling is preparing it."""
         await self.services.runtimes.wait_prepared(self.order.runtime)
 
     def lifetime_s(self) -> float:
-        """After how long the dead-man switch ends a container that nothing else removed."""
-        return self.order.spec.budgets.init_s + READY_S + self.needed_s()
+        """The seconds after which the dead-man switch ends a container that nothing else removed."""
+        return self.order.spec.budgets.init_s + READY_WAIT_S + self.min_lifetime_s()
 
-    def needed_s(self) -> float:
-        """The lifetime that a container must have left when its run begins."""
+    def min_lifetime_s(self) -> float:
+        """The seconds of lifetime that a container must have left when its run begins."""
         budgets = self.order.spec.budgets
-        return budgets.run_s + HELD_MOST_S + 2 * budgets.post_s + TEARDOWN_S
+        return budgets.run_s + MAX_HELD_S + 2 * budgets.post_s + TEARDOWN_MARGIN_S
 
     async def _prepare(self, runtime: PodmanRuntime) -> None:
         async with self.reaching(runtime) as reach:
             try:
                 await prepare(runtime, reach.extend_env(self.order.runtime))
             except Refused as refused:
-                raise _because(runtime, refused) from refused
+                raise _add_end_reason(runtime, refused) from refused
 
     @asynccontextmanager
-    async def reaching(self, *named: "PodmanRuntime | Gone") -> AsyncIterator["Reach"]:
-        """While the block runs, programs in these containers reach the hosts that the task requests and the
-        node allows.
+    async def reaching(self, *named: "PodmanRuntime | Gone") -> AsyncIterator["HostAccess"]:
+        """Let programs in these containers reach the hosts that the task requests and the node allows, while
+        the block runs.
         """
         runtimes = [each for each in dict.fromkeys(named) if not isinstance(each, Gone)]
         if not self.order.runtime.egress or not runtimes:
-            yield Reach()
+            yield HostAccess()
             return
         async with AsyncExitStack() as stack:
             opened = [
@@ -305,15 +305,16 @@ class Containers:
                 for each in runtimes
             ]
             try:
-                yield Reach(env=dict(opened[0].env))
+                yield HostAccess(env=dict(opened[0].env))
             finally:
                 self.metrics["egress"] = _added(
                     self.metrics.get("egress"), [each.figures() for each in opened]
                 )
 
     async def keep(self, runtime: "PodmanRuntime | Gone") -> None:
-        """Copy what the task wants kept out of the container: its artifacts, its workspace. A failed copy is
-        reported in the metrics and does not affect the verdict. Half a workspace is of no use, and removed.
+        """Copy the artifacts and the workspace out of the container, as the task requests. A failed copy is
+        reported in the metrics and does not affect the verdict. An incomplete workspace is of no use, and is
+        removed.
         """
         if isinstance(runtime, Gone):
             return
@@ -323,18 +324,18 @@ class Containers:
         if self.order.runtime.keep_workspace:
             to = workspace_path(folder, session_id)
             self.metrics["workspace"] = kept = await _kept(runtime, (WORKDIR,), to)
-            if not kept_whole(kept):
+            if not is_kept_whole(kept):
                 await trio.Path(to).unlink(missing_ok=True)
 
-    def note_kills(self, runtime: PodmanRuntime) -> int:
+    def record_kills(self, runtime: PodmanRuntime) -> int:
         """Record how many of the harness's programs the kernel killed for lack of memory."""
         if kills := runtime.oom_kills():
             self.metrics["oom_kills"] = kills
         return kills
 
 
-def _because(runtime: PodmanRuntime, refused: Refused) -> Refused:
-    """The refusal with the reason the node ended the step, which its exit code does not show."""
+def _add_end_reason(runtime: PodmanRuntime, refused: Refused) -> Refused:
+    """The refusal, with the reason why the node ended the step, which the exit code does not show."""
     return (
         Refused(f"{refused} ({runtime.ended_because})", path=refused.path)
         if runtime.ended_because
@@ -351,26 +352,26 @@ async def _kept(runtime: PodmanRuntime, paths: Sequence[str], to: Path) -> dict[
 
 
 def _added(before: Json, figures: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """Sum the counts of several proxies: numbers and tables of numbers are added up; of other values the last
+    """Sum the counts of several proxies. Numbers and tables of numbers are added up; of other values the last
     one is kept.
     """
     total: dict[str, Json] = dict(before) if isinstance(before, dict) else {}
     for counts in figures:
         for name, value in counts.items():
-            total[name] = _sum(total.get(name), value)
+            total[name] = _sum_values(total.get(name), value)
     return total
 
 
-def _sum(one: Json, other: Json) -> Json:
+def _sum_values(one: Json, other: Json) -> Json:
     if isinstance(one, dict) and isinstance(other, dict):
-        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
+        return {name: _sum_values(one.get(name), other.get(name)) for name in {**one, **other}}
     if isinstance(one, int | float) and isinstance(other, int | float):
         return one + other
     return one if other is None else other
 
 
 @frozen(kw_only=True)
-class Reach:
+class HostAccess:
     """The environment with which programs in a container reach their hosts."""
 
     env: Mapping[str, str] = field(factory=dict)
@@ -381,13 +382,13 @@ class Reach:
 
     def through(self, runtime: "PodmanRuntime | Gone") -> Runtime:
         """The runtime as an evaluator uses it."""
-        return _ReachingRuntime(runtime=runtime, added_env=self.env) if self.env else runtime
+        return _HostAccessRuntime(runtime=runtime, added_env=self.env) if self.env else runtime
 
 
 @frozen(kw_only=True)
 class Gone:
-    """In place of the container of a session that is over and of which no workspace was kept: for evaluators
-    that read turns alone. Any use of it raises the reason.
+    """Stands in for the container of a session that is over and whose workspace was not kept. It serves
+    evaluators that read turns alone. Any use of it raises the reason.
     """
 
     why: str
@@ -420,7 +421,7 @@ class Gone:
 
 
 @frozen(kw_only=True)
-class _ReachingRuntime:
+class _HostAccessRuntime:
     """A runtime that adds to the environment of its programs."""
 
     runtime: Runtime

@@ -1,4 +1,6 @@
-"""What the nodes of a shared log are told of a session that begins, besides this node's own journal."""
+"""Records of beginning sessions for a shared log, so that other nodes know of them, beside this node's own
+journal.
+"""
 
 from contextlib import suppress
 from functools import partial
@@ -9,18 +11,19 @@ from attrs import define, field
 
 from polarnode.core.trajectory import Turn
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.patience import answered
+from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Log
 from polarnode.merge.trajectory import Identity
 
-# sessions whose identity the log has not yet: no outage is so long, and what is left out is known at its end
+# The limit on sessions whose identity the log does not have yet. No outage is so long, and the log learns the
+# identity of a session that is left out when the session ends.
 WAITING: Final = 10_000
 
 
 @define(eq=False)
-class SharedRecords:
-    """`SessionJournal` of a node that shares a log. The log is told who a session is, so that another node
-    can go on with it; its turns stay here.
+class SharedSessionRecords:
+    """The `SessionJournal` of a node that shares a log. The log gets the identity of a session, so that
+    another node can go on with it. The turns of the session stay here.
     """
 
     journal: Journal
@@ -31,16 +34,16 @@ class SharedRecords:
     def __attrs_post_init__(self) -> None:
         self._send, self._receive = trio.open_memory_channel[Identity](WAITING)
 
-    def session_started(self, identity: Identity) -> None:
-        self.journal.session_started(identity)
+    def record_session(self, identity: Identity) -> None:
+        self.journal.record_session(identity)
         with suppress(trio.WouldBlock):
             self._send.send_nowait(identity)
 
-    def turn(self, turn: Turn) -> None:
-        self.journal.turn(turn)
+    def record_turn(self, turn: Turn) -> None:
+        self.journal.record_turn(turn)
 
     async def run(self, ready: trio.Event) -> None:
-        """Tell the log, until cancelled."""
+        """Send identities to the log, until cancelled."""
         ready.set()
         async for identity in self._receive:
-            await answered(partial(self.log.session_started, identity), meanwhile="sessions go on")
+            await retry_until_answered(partial(self.log.record_session, identity), meanwhile="sessions go on")

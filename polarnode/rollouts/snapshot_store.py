@@ -1,9 +1,10 @@
-"""Snapshots in a storage that outlives their node: a folder that all nodes mount, or whatever fsspec reaches.
+"""Snapshots in a storage that outlives their node: a folder that all nodes mount, or anything that fsspec
+reaches.
 
-A snapshot is copied there when it is taken, beside the session, with the turns before it, which no other node
-has while the session runs. When its node is lost, the attempt that follows at another one goes on from there.
-What is copied is what makes a snapshot one, in the order in which it does: the archive, the turns, and last
-the description. Processes of a frozen harness stay at their node.
+A snapshot is copied there in the background when it is taken, with the turns before it, which no other node
+has while the session runs. When its node is lost, the next attempt, at another node, goes on from the copy.
+The archive is copied first, then the turns, and the description last, because the description is what makes a
+snapshot one. Processes of a frozen harness stay at their node.
 """
 
 import logging
@@ -24,21 +25,30 @@ from polarnode.core.task import ForkSpec
 from polarnode.core.trajectory import Turn
 from polarnode.journal.held import packed_turns
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.port import Queries
-from polarnode.rollouts.snapshots import SNAPSHOT, archive_path, beside, list_snapshots, turns_path, write
+from polarnode.journal.log.port import QueriesPort
+from polarnode.rollouts.snapshots import (
+    SNAPSHOT_INFIX,
+    archive_path,
+    beside,
+    list_snapshots,
+    turns_path,
+    write,
+)
 from polarnode.support.bounded import written_whole
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE: Final = 2  # copies: they take the network from weights and results
-WAITING: Final = 1_000  # copies that wait: with more the storage does not keep up, and the next are left out
-AGAIN_S: Final = 5.0  # before a copy that failed is tried once more
-_LENGTH: Final = Struct(">I")  # before each turn
+AT_ONCE: Final = 2  # copies at once, because they take the network from weights and results
+WAITING: Final = 1_000  # copies that may wait; beyond that the storage is too slow, and copies are left out
+AGAIN_S: Final = 5.0  # seconds before a failed copy is tried once more
+_LENGTH_PREFIX: Final = Struct(">I")  # the length that precedes each turn
 
 
 @define(eq=False, kw_only=True)
 class SnapshotStore:
-    """The shared storage at `url`, and the node's own `folder` of snapshots. Created by `open_store`."""
+    """The shared storage at `url`, and the node's own `folder` of snapshots. Created by
+    `open_snapshot_store`.
+    """
 
     url: str
     folder: Path
@@ -54,7 +64,7 @@ class SnapshotStore:
     # ── copies of this node's sessions ────────────────────────────────────────
 
     def put(self, session_id: str, turn: int) -> None:
-        """Copy a snapshot that was just taken, beside the session. It never waits."""
+        """Copy a snapshot that was just taken, in the background. This never waits."""
         try:
             self._send.send_nowait((session_id, turn))
         except trio.WouldBlock:
@@ -63,21 +73,21 @@ class SnapshotStore:
             )
 
     async def run(self, ready: trio.Event) -> None:
-        """Copy what comes, until cancelled."""
+        """Copy snapshots as they come, until cancelled."""
         ready.set()
         async with trio.open_nursery() as nursery:
             for _ in range(AT_ONCE):
-                nursery.start_soon(self._copy_all)
+                nursery.start_soon(self._copy_queued)
 
-    async def _copy_all(self) -> None:
+    async def _copy_queued(self) -> None:
         async for session_id, turn in self._receive:
             for pause in (AGAIN_S, None):
                 try:
                     await self._copy(session_id, turn)
                     break
                 except FileNotFoundError:
-                    break  # removed meanwhile: a later one is kept in its place
-                except Exception as error:  # a storage raises whatever its library has; the session goes on
+                    break  # It was removed meanwhile, because a later one is kept in its place.
+                except Exception as error:  # A storage's library may raise anything; the session goes on.
                     logger.warning(
                         "session %s, turn %d: not copied to %s: %s", session_id, turn, self.url, error
                     )
@@ -85,9 +95,9 @@ class SnapshotStore:
                         await trio.sleep(pause)
 
     async def _copy(self, session_id: str, turn: int) -> None:
-        await self.journal.flushed()
+        await self.journal.flush()
         turns = await self.journal.query(packed_turns, session_id, before=turn)
-        packed = b"".join(_LENGTH.pack(len(each)) + each for each in turns)
+        packed = b"".join(_LENGTH_PREFIX.pack(len(each)) + each for each in turns)
         await trio.to_thread.run_sync(self._copy_now, archive_path(self.folder, session_id, turn), packed)
 
     def _copy_now(self, archive: Path, turns: bytes) -> None:
@@ -99,8 +109,8 @@ class SnapshotStore:
         self._fs.pipe_file(self._at(beside(archive).name), dump_json(plain(snapshot)))
 
     async def remove(self, session_id: str, turn: int) -> None:
-        """Remove the copy of a snapshot that its session does not keep."""
-        await self._quietly(partial(self._remove_now, archive_path(self.folder, session_id, turn)))
+        """Remove the copy of a snapshot that its session does not keep any more."""
+        await self._run_logged(partial(self._remove_now, archive_path(self.folder, session_id, turn)))
 
     def _remove_now(self, archive: Path) -> None:
         for each in (beside(archive), archive, turns_path(archive)):
@@ -110,14 +120,14 @@ class SnapshotStore:
     # ── what other nodes left ─────────────────────────────────────────────────
 
     async def fetch(self, session_id: str) -> None:
-        """Bring the snapshots of a session that this node has not, into its own folder. What fails is logged:
-        who looks for a snapshot then says that there is none.
+        """Fetch the snapshots of a session that this node does not have into its own folder. A failure is
+        only logged, and the caller that looks for a snapshot then reports that there is none.
         """
-        await self._quietly(partial(self._fetch_now, session_id))
+        await self._run_logged(partial(self._fetch_now, session_id))
 
     def _fetch_now(self, session_id: str) -> None:
         here = {each.turn for each in list_snapshots(self.folder, session_id).snapshots}
-        start = f"{session_id}{SNAPSHOT}"
+        start = f"{session_id}{SNAPSHOT_INFIX}"
         for name in self._names():
             number = name.removeprefix(start).removesuffix(".json")
             if not (name.startswith(start) and name.endswith(".json") and number.isdigit()):
@@ -134,16 +144,16 @@ class SnapshotStore:
             write(snapshot, beside(archive))
 
     async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
-        """The turns before a snapshot that came from another node; None where there is none."""
+        """The turns before a snapshot that came from another node; None if there is no such snapshot."""
         path = turns_path(archive_path(self.folder, fork.session, fork.turn))
         return await trio.to_thread.run_sync(_read_turns, path)
 
     # ── what may go ───────────────────────────────────────────────────────────
 
-    async def sweep(self, log: Queries) -> None:
+    async def sweep(self, log: QueriesPort) -> None:
         """Remove the copies whose sessions the log has pruned."""
         names = await trio.to_thread.run_sync(self._names)
-        sessions = {name.partition(".")[0] for name in names if SNAPSHOT in name}
+        sessions = {name.partition(".")[0] for name in names if SNAPSHOT_INFIX in name}
         gone = {each for each in sessions if await log.session(each) is None}
         for name in names:
             if name.partition(".")[0] in gone:
@@ -157,18 +167,19 @@ class SnapshotStore:
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    async def _quietly(self, act: Any) -> None:
+    async def _run_logged(self, act: Any) -> None:
         try:
             await trio.to_thread.run_sync(act)
-        except Exception as error:  # as in `_copy_all`
+        except Exception as error:  # as in `_copy_queued`
             logger.warning("snapshots of %s: %s", self.url, error)
 
 
-def open_store(url: str, *, folder: Path, journal: Journal) -> SnapshotStore:
-    """The storage that a setting names. Raises ConfigError where no library of this environment reaches
+def open_snapshot_store(url: str, *, folder: Path, journal: Journal) -> SnapshotStore:
+    """Open the storage that a setting names. Raises ConfigError if no library of this environment reaches
     it.
     """
-    import fsspec  # of `polarnode[node]`; half a second that a node without such a storage does not take
+    # fsspec comes with `polarnode[node]`. Its import takes half a second, which nodes without a storage save.
+    import fsspec
 
     try:
         fs, root = fsspec.core.url_to_fs(url)
@@ -187,7 +198,7 @@ def _read_turns(path: Path) -> tuple[Turn, ...] | None:
 def _parts(data: bytes) -> Iterator[bytes]:
     at = 0
     while at < len(data):
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
+        (length,) = _LENGTH_PREFIX.unpack_from(data, at)
+        at += _LENGTH_PREFIX.size
         yield data[at : at + length]
         at += length

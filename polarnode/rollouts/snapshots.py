@@ -1,12 +1,12 @@
-"""Snapshots of a running session: taken while a call waits, bounded, kept beside its artifacts, restored for
-a fork.
+"""Snapshots of a running session: taken while a call waits, bounded, kept beside its artifacts, and restored
+for a fork.
 
-While a harness waits for its only model call it does nothing, so its workspace, its home and what it wrote of
-its own session are one state. `SessionSnapshots.hold` is the session's `LiveSession.on_held`. Whatever
-prevents a snapshot is counted with its reason in the session's metrics, and the call goes on; what the call
-was held is credited to its run.
+While a harness waits for its only model call it does nothing, so its workspace, its home and its own record
+of the session are one consistent state. `SessionSnapshots.hold` is the session's `LiveSession.on_held`. If a
+snapshot cannot be taken, the reason is counted in the session's metrics, and the call goes on. The time that
+the call was held is credited to the run.
 
-`open_restored` is the other end: a fresh container of the task, with a snapshot's files in it.
+`open_restored` restores a snapshot: it opens a fresh container of the task with the snapshot's files in it.
 """
 
 import logging
@@ -37,7 +37,7 @@ from polarnode.core.snapshots import (
     SnapshotList,
     SnapshotStatus,
     asked_for,
-    open_rules,
+    has_pending_rules,
     passes,
     status_of,
 )
@@ -50,15 +50,16 @@ from polarnode.support.bounded import written_whole
 
 logger = logging.getLogger(__name__)
 
-# seconds that a call may be held: 256 MiB take three on two busy cores, and the shortest silence after which
-# a harness was seen to give up is twenty
+# The seconds that a call may be held. 256 MiB take three on two busy cores, and the shortest silence after
+# which a harness was seen to give up is twenty.
 HELD_S: Final = 10.0
-CLOSING_S: Final = 5.0  # seconds to remove what no rule kept: milliseconds, unless the disk hangs
-NAMED: Final = 20  # processes that a snapshot names: enough to see what they are
-SNAPSHOT: Final = ".snapshot-"  # in the name of each file of one
-FROZEN: Final = ".frozen"  # ends the name of the folder of its processes
-# memory and layer of a frozen session, in `max_mb` of its files: harnesses take 60 to 350 MiB beside them
-FROZEN_SHARE: Final = 4
+CLOSING_S: Final = 5.0  # seconds to remove what no rule kept; it takes milliseconds, unless the disk hangs
+NAMED: Final = 20  # processes that a snapshot names, enough to see what they are
+SNAPSHOT_INFIX: Final = ".snapshot-"  # part of the name of each file of a snapshot
+FROZEN: Final = ".frozen"  # the end of the name of the folder with its processes
+# The limit on the memory and the layer of a frozen session, as a multiple of the `max_mb` of its files.
+# Harnesses take 60 to 350 MiB beside the files.
+FROZEN_SIZE_FACTOR: Final = 4
 
 
 # ── files ─────────────────────────────────────────────────────────────────────
@@ -66,16 +67,16 @@ FROZEN_SHARE: Final = 4
 
 def archive_path(folder: Path, session_id: str, turn: int) -> Path:
     """The tar of a session's snapshot in the node's folder of sessions."""
-    return folder / f"{session_id}{SNAPSHOT}{turn}.tar"
+    return folder / f"{session_id}{SNAPSHOT_INFIX}{turn}.tar"
 
 
 def beside(archive: Path) -> Path:
-    """What is written beside the tar, last: without it there is no snapshot."""
+    """The description beside the tar. It is written last, and without it there is no snapshot."""
     return archive.with_suffix(".json")
 
 
 def read_snapshot(folder: Path, session_id: str, turn: int) -> Snapshot:
-    """A snapshot, to be restored. Raises ForkError where it is gone or damaged."""
+    """Read a snapshot that is to be restored. Raises ForkError if it is gone or damaged."""
     archive = archive_path(folder, session_id, turn)
     try:
         found = _read(beside(archive))
@@ -105,11 +106,11 @@ def list_snapshots(folder: Path, session_id: str) -> SnapshotList:
 
 
 def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
-    for path in folder.glob(f"{escape(session_id)}{SNAPSHOT}*.json"):
-        number = path.name.removeprefix(f"{session_id}{SNAPSHOT}").removesuffix(".json")
+    for path in folder.glob(f"{escape(session_id)}{SNAPSHOT_INFIX}*.json"):
+        number = path.name.removeprefix(f"{session_id}{SNAPSHOT_INFIX}").removesuffix(".json")
         if not number.isdigit():
             continue
-        with suppress(FileNotFoundError):  # removed while we looked
+        with suppress(FileNotFoundError):  # It may be removed meanwhile.
             try:
                 status = status_of(_read(path))
             except PolarnodeError as error:
@@ -127,23 +128,23 @@ def _listed(folder: Path, session_id: str) -> Iterator[SnapshotStatus]:
 
 
 def write(snapshot: Snapshot, to: Path) -> None:
-    """Write what makes a snapshot one, to its place `beside` the archive."""
+    """Write the description of a snapshot, which completes it, to its path `beside` the archive."""
     with written_whole(to) as file:
         file.write(dump_json(plain(snapshot)))
 
 
 def turns_path(archive: Path) -> Path:
-    """The turns before a snapshot, where it came from another node's storage."""
+    """The file with the turns before a snapshot that came from another node's storage."""
     return archive.with_suffix(".turns")
 
 
 def frozen_path(archive: Path) -> Path:
-    """The folder of the processes, where the task asks for them."""
+    """The folder of the snapshot's processes, if the task asks for them."""
     return archive.with_suffix(FROZEN)
 
 
 def remove(archive: Path) -> None:
-    """Remove a snapshot: first what makes it one."""
+    """Remove a snapshot, its description first."""
     beside(archive).unlink(missing_ok=True)
     archive.unlink(missing_ok=True)
     turns_path(archive).unlink(missing_ok=True)
@@ -151,12 +152,12 @@ def remove(archive: Path) -> None:
 
 
 def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
-    """Make a snapshot another session's too, which keeps it when the first one's is removed. Raises
-    OSError.
+    """Make a snapshot belong to another session too, which keeps it when the first session's is removed.
+    Raises OSError.
     """
     theirs = archive_path(folder, snapshot.session_id, snapshot.turn)
     archive = archive_path(folder, session_id, snapshot.turn)
-    own = evolve(snapshot, session_id=session_id, frozen=None)  # its processes are not shared
+    own = evolve(snapshot, session_id=session_id, frozen=None)  # Its processes are not shared.
     archive.unlink(missing_ok=True)
     os.link(theirs, archive)
     write(own, beside(archive))
@@ -168,9 +169,9 @@ def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
 
 @define(eq=False, kw_only=True)
 class SessionSnapshots:
-    """The snapshots of one session. `credit` moves the end of its run by seconds, `spent` gives those of its
-    run. `image_id` is of the image that its container was made of. `begun_with`: the snapshot that it has
-    from the session that it goes on with.
+    """The snapshots of one session. `credit` moves the end of its run by seconds, and `spent` returns the
+    seconds of its run so far. `image_id` is that of its container's image. `begun_with` is the snapshot that
+    it has from the session from which it goes on.
     """
 
     order: SessionOrder
@@ -185,13 +186,13 @@ class SessionSnapshots:
     held_s: float = field(default=0.0, init=False)
     not_taken: "Counter[str]" = field(factory=Counter, init=False)  # by reason
     removed: "Counter[str]" = field(factory=Counter, init=False)  # by reason
-    number: int | None = field(default=None, init=False)  # of the harness, where it can be frozen
+    number: int | None = field(default=None, init=False)  # the harness's number, if it can be frozen
     frozen: int = field(default=0, init=False)  # how many have the processes too
-    _kept: dict[int, int] = field(init=False)  # turn to bytes, oldest first
-    _undecided: set[int] = field(factory=set, init=False)
-    _last: int = field(init=False)  # the turn of the last one that no later turn decides
+    _kept: dict[int, int] = field(init=False)  # maps turns to bytes, the oldest first
+    _undecided_turns: set[int] = field(factory=set, init=False)
+    _last: int = field(init=False)  # the turn of the last snapshot that no later turn decides about
     _too_large: bool = field(default=False, init=False)
-    _at_first: frozenset[Process] | None = field(default=None, init=False)
+    _initial_processes: frozenset[Process] | None = field(default=None, init=False)
 
     @_kept.default
     def _make_kept(self) -> dict[int, int]:
@@ -199,11 +200,11 @@ class SessionSnapshots:
 
     @_last.default
     def _make_last(self) -> int:
-        """A fork's first own turn has its parent's snapshot."""
+        """Count from a fork's first own turn, whose snapshot is the parent's."""
         return len(self.live.lineages.turns)
 
     async def hold(self, plan: Plan, request: ModelRequest) -> None:
-        """Take a snapshot before the engine is asked, where a rule asks for one. It never fails the call."""
+        """Take a snapshot before the engine is asked, if a rule asks for one. This never fails the call."""
         try:
             await self._hold(plan, request)
         except (OSError, RuntimeFault) as error:
@@ -211,16 +212,16 @@ class SessionSnapshots:
             self.not_taken["fault"] += 1
 
     async def _hold(self, plan: Plan, request: ModelRequest) -> None:
-        if self._at_first is None:
-            self._at_first = await self.runtime.processes()
-        await self._decide()
+        if self._initial_processes is None:
+            self._initial_processes = await self.runtime.processes()
+        await self._decide_kept()
         spec, turn = self.order.spec.snapshot_at, plan.index
         certain = asked_for(spec, turn, last=self._last)
-        if not certain and not (spec.provisional and open_rules(spec, self.live.lineages.turns)):
+        if not certain and not (spec.is_provisional and has_pending_rules(spec, self.live.lineages.turns)):
             return
         if turn in self._kept:
             return
-        why = self._obstacle(plan)
+        why = self._call_obstacle(plan)
         if why is None:
             why = await self._held(plan, request)
         if why is not None:
@@ -228,15 +229,15 @@ class SessionSnapshots:
         elif certain:
             self._last = turn
         else:
-            self._undecided.add(turn)
+            self._undecided_turns.add(turn)
         await self._evict()
 
     async def close(self) -> dict[str, Json]:
-        """Decide about the last ones, once every turn is recorded. What it returns is for the session's
-        metrics.
+        """Decide about the last snapshots, once every turn is recorded. Returns the session's metrics of its
+        snapshots.
         """
         with trio.move_on_after(CLOSING_S, shield=True):
-            await self._decide(over=True)
+            await self._decide_kept(over=True)
         turns: list[Json] = [*sorted(self._kept)]
         not_taken: dict[str, Json] = {**self.not_taken}
         removed: dict[str, Json] = {**self.removed}
@@ -250,22 +251,22 @@ class SessionSnapshots:
             "removed": removed,
         }
 
-    def _obstacle(self, plan: Plan) -> str | None:
-        """Why this call is no moment for one."""
+    def _call_obstacle(self, plan: Plan) -> str | None:
+        """Why no snapshot can be taken at this call; None if one can."""
         if plan.role != "main":
             return "role"
         if self.live.in_flight > 1:
             return "parallel"
-        if plan.reason == RESUMED:  # the state before its turn is that of the turn it resumes
+        if plan.reason == RESUMED:  # The state before this turn is the state before the turn that it resumes.
             return "resumed"
         space = os.statvfs(self.services.log_dir)
         spec = self.order.spec.snapshot_at
-        most = spec.max_mb * (1 + FROZEN_SHARE * spec.freeze)
+        most = spec.max_mb * (1 + FROZEN_SIZE_FACTOR * spec.freeze)
         needed = (most + self.services.runtimes.settings.disk_reserve_mb) << 20
         return "disk" if space.f_bavail * space.f_frsize < needed else None
 
     async def _held(self, plan: Plan, request: ModelRequest) -> str | None:
-        """Take it within HELD_S; the reason where there is none."""
+        """Take a snapshot within HELD_S. Returns None, or the reason that there is none."""
         began, spent, before = trio.current_time(), self.spent(), self._calls()
         self.credit(HELD_S)
         try:
@@ -287,15 +288,17 @@ class SessionSnapshots:
         archive = archive_path(self.services.log_dir, self.live.session_id, plan.index)
         limit = self.order.spec.snapshot_at.max_mb << 20
         await trio.sleep(self.order.harness.settles_s)
-        async with self.services.snapshotting:
+        async with self.services.snapshot_limiter:
             processes = await self.runtime.processes()
             files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
-            frozen, not_frozen = await self._frozen(archive)
+            frozen, not_frozen = await self._freeze_processes(archive)
             try:
                 processes |= await self.runtime.processes()
                 if self.live.in_flight > 1 or self._calls() != before:
                     return "parallel"
-                snapshot = self._snapshot(plan, request, files, processes - (self._at_first or frozenset()))
+                snapshot = self._make_snapshot(
+                    plan, request, files, processes - (self._initial_processes or frozenset())
+                )
                 held = round(trio.current_time() - began, 3)
                 snapshot = evolve(
                     snapshot, seconds=held, run_s=round(spent, 3), frozen=frozen, not_frozen=not_frozen
@@ -314,16 +317,16 @@ class SessionSnapshots:
         self.services.tally.snapshot(size)
         return None
 
-    async def _frozen(self, archive: Path) -> tuple[FrozenImage | None, str | None]:
-        """The processes, where the task asks for them, or why there are none: the files are kept without
-        them.
+    async def _freeze_processes(self, archive: Path) -> tuple[FrozenImage | None, str | None]:
+        """Freeze the processes, if the task asks for that. Returns them, or why there are none; the files are
+        kept without them.
         """
         spec = self.order.spec.snapshot_at
         if not spec.freeze:
             return None, None
         if self.number is None:
             return None, "its harness was only being started"
-        limit = FROZEN_SHARE * spec.max_mb << 20
+        limit = FROZEN_SIZE_FACTOR * spec.max_mb << 20
         try:
             image = await self.runtime.write_frozen(
                 self.order.runtime, frozen_path(archive), number=self.number, limit=limit
@@ -334,11 +337,11 @@ class SessionSnapshots:
         return evolve(image, key=self.live.parent_key or self.live.key), None
 
     def _calls(self) -> tuple[int, ...]:
-        """What changes with every call that comes and ends."""
+        """Counts of which one changes with every call that comes and ends."""
         counters = self.live.counters
         return counters.turns, counters.replayed, counters.prewarmed, counters.refusals.total()
 
-    def _snapshot(
+    def _make_snapshot(
         self, plan: Plan, request: ModelRequest, files: SnapshotFiles, since: frozenset[Process]
     ) -> Snapshot:
         living = [LivingProcess(pid=each.pid, comm=each.comm, program=each.program) for each in since]
@@ -359,27 +362,27 @@ class SessionSnapshots:
             seconds=0.0,
             processes=tuple(living[:NAMED]),
             left_out=files.left_out,
-            obstacles=tuple(_obstacles(self.order, files, living)),
+            obstacles=tuple(_resume_obstacles(self.order, files, living)),
         )
 
     # ── which are kept ──────────────────────────────────────────────────
 
-    async def _decide(self, *, over: bool = False) -> None:
-        """Remove those whose turns have ended and pass no rule."""
-        turns = self.live.lineages.turns if self._undecided else ()
+    async def _decide_kept(self, *, over: bool = False) -> None:
+        """Remove the snapshots whose turns have ended and pass no rule."""
+        turns = self.live.lineages.turns if self._undecided_turns else ()
         ended = {turn.index for turn in turns}
-        for index in sorted(self._undecided):
+        for index in sorted(self._undecided_turns):
             if index in ended or over:
-                self._undecided.discard(index)
+                self._undecided_turns.discard(index)
                 if not passes(self.order.spec.snapshot_at, turns, index):
                     await self._remove(index, "rule")
 
     async def _evict(self) -> None:
-        """Beyond `keep` the oldest goes that is not named."""
+        """Remove the oldest snapshots beyond `keep` whose turns the task does not name."""
         spec = self.order.spec.snapshot_at
         free = [turn for turn in self._kept if turn not in spec.turns]
         for turn in free[: max(0, len(self._kept) - spec.keep)]:
-            self._undecided.discard(turn)
+            self._undecided_turns.discard(turn)
             await self._remove(turn, "keep")
 
     async def _remove(self, turn: int, why: str) -> None:
@@ -399,7 +402,7 @@ async def open_snapshots(
     spent: Callable[[], float],
     begun_with: Snapshot | None = None,
 ) -> SessionSnapshots:
-    """Take snapshots of a session from now on. Raises RuntimeFault where its image cannot be looked at."""
+    """Take snapshots of a session from now on. Raises RuntimeFault if its image cannot be inspected."""
     snapshots = SessionSnapshots(
         order=order,
         services=services,
@@ -414,8 +417,10 @@ async def open_snapshots(
     return snapshots
 
 
-def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[LivingProcess]) -> Iterator[str]:
-    """Why no harness may be resumed from a snapshot."""
+def _resume_obstacles(
+    order: SessionOrder, files: SnapshotFiles, living: Sequence[LivingProcess]
+) -> Iterator[str]:
+    """The reasons why no harness may be resumed from a snapshot."""
     if living:
         named = ", ".join(each.named() for each in living[:NAMED])
         yield f"processes lived that were not there at the first call, and no copy has them: {named}"
@@ -432,8 +437,8 @@ def _obstacles(order: SessionOrder, files: SnapshotFiles, living: Sequence[Livin
 
 
 async def check_image(services: NodeServices, spec: RuntimeSpec, snapshot: Snapshot) -> None:
-    """Raise ForkError where a task's containers are made of another image than the snapshot's, RuntimeFault
-    where that is gone.
+    """Raise ForkError if a task's containers are made of another image than the snapshot's, and RuntimeFault
+    if that image is gone.
     """
     image_id = await services.runtimes.image_id(spec)
     if image_id != snapshot.image_id:
@@ -446,11 +451,12 @@ async def check_image(services: NodeServices, spec: RuntimeSpec, snapshot: Snaps
 
 @asynccontextmanager
 async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
-    """A fresh container of a task with its workspace prepared, and then the files of a snapshot in its
-    writable places, exactly. Raises ForkError where the archive is gone or the task's image is another than
-    the snapshot's, RuntimeFault as `Containers.open` and where the archive is damaged.
+    """Open a fresh container of a task with its workspace prepared, and restore the files of a snapshot in
+    its writable places exactly. Raises ForkError if the archive is gone or the task's image is not the
+    snapshot's, and RuntimeFault as `Containers.open` does and if the archive is damaged.
 
-    For the container of the harness alone: an evaluator's fresh one never has what a session left.
+    This is for the container of the harness alone, because an evaluator's fresh one never has what a session
+    left.
     """
     services, spec = containers.services, containers.order.runtime
     archive = archive_path(services.log_dir, snapshot.session_id, snapshot.turn)
@@ -464,8 +470,8 @@ async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIter
 
 @asynccontextmanager
 async def open_frozen(containers: Containers, snapshot: Snapshot) -> AsyncIterator[PodmanRuntime]:
-    """A copy of a frozen session's container, with its processes stopped. Raises ForkError where the snapshot
-    has none or they are gone, RuntimeFault where they cannot be restored.
+    """Open a copy of a frozen session's container, with its processes stopped. Raises ForkError if the
+    snapshot has no processes or they are gone, and RuntimeFault if they cannot be restored.
     """
     services, order = containers.services, containers.order
     folder = frozen_path(archive_path(services.log_dir, snapshot.session_id, snapshot.turn))

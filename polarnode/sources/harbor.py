@@ -19,15 +19,15 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.reading import (
     ContainerStart,
-    build_of,
+    check_part,
     inline,
+    make_build,
     named,
-    part_of,
     read_dockerfile,
     read_text,
     read_toml,
 )
-from polarnode.sources.values import Build, FoundTask, Overrides, Unread
+from polarnode.sources.values import FoundTask, ImageBuild, Overrides, UnreadTask
 
 # ── shapes ─────────────────────────────────────────────────────────────────────
 
@@ -92,14 +92,14 @@ class HarborTask:
 
 # ── tasks ──────────────────────────────────────────────────────────────────────
 
-WORKDIR = "/app"  # most tasks work here; the default if neither task.toml nor the Dockerfile sets one
-POST_MARGIN_S = 60.0  # on top of the verifier's timeout: to copy its files and read its reward
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])B?", re.IGNORECASE)
-MEGABYTES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
-VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
+WORKDIR = "/app"  # where most tasks work; the default if neither task.toml nor the Dockerfile sets one
+POST_MARGIN_S = 60.0  # seconds beyond the verifier's timeout, to copy its files and read its reward
+SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([GMK])B?", re.IGNORECASE)
+MEGABYTES_PER_UNIT = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+VARIABLE_PATTERN = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+CANARY_PATTERN = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
 COMPOSE = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
-HEADINGS = (
+IGNORED_FIELDS = (
     "version",
     "schema_version",
     "source",
@@ -107,7 +107,7 @@ HEADINGS = (
     "multi_step_reward_mode",
     "solution",
 )
-# Fields of a part without an effect here, and why the task stays the same without them.
+# Maps fields of a part that have no effect here to the reason why the task stays the same without them.
 UNUSED = {
     "environment.gpu_types": "no GPU is asked for",
     "environment.skills_dir": "skills are given as texts under harness.skills",
@@ -121,7 +121,7 @@ UNUSED = {
 }
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | UnreadTask]:
     """The task of a directory (or of the task.toml in it), or of each subdirectory that has one."""
     folder = path.parent if path.is_file() else path
     single = (folder / "task.toml").is_file()
@@ -131,20 +131,20 @@ def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
         try:
             yield _task(each)
         except Refused as refused:
-            yield Unread(name=each.resolve().name, origin=str(each), refused=named(refused, str(each)))
+            yield UnreadTask(name=each.resolve().name, origin=str(each), refused=named(refused, str(each)))
 
 
 @frozen(kw_only=True)
-class _Image:
+class _TaskImage:
     """A task's image: its name, its build, and the start state its Dockerfile sets."""
 
     name: str
-    build: Build | None
+    build: ImageBuild | None
     start: ContainerStart
 
 
 def _task(folder: Path) -> FoundTask:
-    file = part_of(folder, "task.toml")
+    file = check_part(folder, "task.toml")
     raw = _plain(read_toml(file))
     try:
         task = codec.structure(raw, HarborTask)
@@ -155,7 +155,7 @@ def _task(folder: Path) -> FoundTask:
     name = folder.resolve().name
     run: dict[str, Json] = {} if task.agent.timeout_sec is None else {"run_s": task.agent.timeout_sec}
     value: dict[str, Json] = {
-        "instruction": without_marks(read_text(part_of(folder, "instruction.md"))),
+        "instruction": strip_canary(read_text(check_part(folder, "instruction.md"))),
         "runtime": _runtime(task, image),
         "evaluator": _evaluator(task, folder),
         "budgets": {**run, "post_s": task.verifier.timeout_sec + POST_MARGIN_S},
@@ -172,13 +172,14 @@ def _task(folder: Path) -> FoundTask:
     )
 
 
-def without_marks(text: str) -> str:
-    """An instruction without the canary lines at its head, as Harbor shows it: they are for crawlers, not for
-    the agent.
+def strip_canary(text: str) -> str:
+    """An instruction without the canary lines at its head, as Harbor shows it. The lines are for crawlers,
+    not for the agent.
     """
     lines = text.split("\n")
     marks = next(
-        (place for place, line in enumerate(lines) if CANARY.fullmatch(line.strip()) is None), len(lines)
+        (place for place, line in enumerate(lines) if CANARY_PATTERN.fullmatch(line.strip()) is None),
+        len(lines),
     )
     return "\n".join(lines[marks:]).lstrip("\n") if marks else text
 
@@ -214,23 +215,23 @@ def _refuse_other_worlds(task: HarborTask, folder: Path) -> None:
 # ── image and runtime ──────────────────────────────────────────────────────────
 
 
-def _image(environment: HarborEnvironment, folder: Path) -> _Image:
+def _image(environment: HarborEnvironment, folder: Path) -> _TaskImage:
     """The image named in task.toml, otherwise the one that environment/ builds."""
-    file = part_of(folder, "environment/Dockerfile")
+    file = check_part(folder, "environment/Dockerfile")
     start = read_dockerfile(read_text(file)) if file.is_file() else ContainerStart()
     if environment.docker_image is not None:
-        return _Image(name=environment.docker_image, build=None, start=start)
+        return _TaskImage(name=environment.docker_image, build=None, start=start)
     if not file.is_file():
         raise Refused(
             "it has neither environment.docker_image nor environment/Dockerfile: nothing says what its"
             " container is"
         )
-    build = build_of(file.parent, file.name, limit_s=environment.build_timeout_sec)
-    return _Image(name=build.image, build=build, start=start)
+    build = make_build(file.parent, file.name, limit_s=environment.build_timeout_sec)
+    return _TaskImage(name=build.image, build=build, start=start)
 
 
-def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
-    """The container, as open as Harbor's: every path is writable, because a task may be to set up a
+def _runtime(task: HarborTask, image: _TaskImage) -> dict[str, Json]:
+    """The container, as open as Harbor's. Every path is writable, because a task may be to set up a
     machine.
     """
     environment = task.environment
@@ -244,12 +245,12 @@ def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
         "memory_mb": (
             environment.memory_mb
             if environment.memory is None
-            else _megabytes(environment.memory, "$.environment.memory")
+            else _parse_megabytes(environment.memory, "$.environment.memory")
         ),
         "disk_mb": (
             environment.storage_mb
             if environment.storage is None
-            else _megabytes(environment.storage, "$.environment.storage")
+            else _parse_megabytes(environment.storage, "$.environment.storage")
         ),
         "env": _env(environment.env, "$.environment.env"),
         "egress": [host for host in environment.allowed_hosts if not _is_address(host)],
@@ -258,11 +259,11 @@ def _runtime(task: HarborTask, image: _Image) -> dict[str, Json]:
     return {name: value for name, value in runtime.items() if value not in (None, [], {})}
 
 
-def _megabytes(text: str, path: str) -> int:
-    found = SIZE.fullmatch(text.strip())
+def _parse_megabytes(text: str, path: str) -> int:
+    found = SIZE_PATTERN.fullmatch(text.strip())
     if found is None:
         raise Refused(f"{path.removeprefix('$.')} is {text!r}: write a size such as 2G or 512M", path=path)
-    return max(1, int(float(found[1]) * MEGABYTES[found[2].upper()]))
+    return max(1, int(float(found[1]) * MEGABYTES_PER_UNIT[found[2].upper()]))
 
 
 def _env(env: Mapping[str, str], path: str) -> dict[str, Json]:
@@ -284,7 +285,7 @@ def _filled(text: str, path: str) -> str:
             )
         return found[2]
 
-    return VARIABLE.sub(default, text)
+    return VARIABLE_PATTERN.sub(default, text)
 
 
 def _is_address(host: str) -> bool:
@@ -301,7 +302,7 @@ def _place(artifact: str | Mapping[str, Any]) -> str | None:
 
 def _evaluator(task: HarborTask, folder: Path) -> dict[str, Json]:
     config: dict[str, Json] = {
-        "tests": inline(part_of(folder, "tests")),
+        "tests": inline(check_part(folder, "tests")),
         "verifier_timeout": task.verifier.timeout_sec,
     }
     if task.verifier.env:
@@ -323,7 +324,7 @@ def _server(server: HarborMcp) -> Json:
     return {"command": server.command, "args": list(server.args)}
 
 
-def _notes(task: HarborTask, raw: Mapping[str, Any], image: _Image, folder: Path) -> Iterator[str]:
+def _notes(task: HarborTask, raw: Mapping[str, Any], image: _TaskImage, folder: Path) -> Iterator[str]:
     environment = task.environment
     if environment.workdir is None and image.start.workdir is None:
         yield (
@@ -344,9 +345,9 @@ def _notes(task: HarborTask, raw: Mapping[str, Any], image: _Image, folder: Path
 
 
 def _unused(raw: Mapping[str, Any]) -> Iterator[str]:
-    """The fields of the file that nothing here reads."""
+    """The fields of the file that are not read here."""
     fields = {field.alias for field in HarborTask.__attrs_attrs__}
-    yield from (name for name in raw if name not in fields and name not in HEADINGS)
+    yield from (name for name in raw if name not in fields and name not in IGNORED_FIELDS)
     defaults = HarborTask()
     for part in ("environment", "agent", "verifier"):
         read = {field.alias for field in getattr(defaults, part).__attrs_attrs__}
@@ -354,7 +355,7 @@ def _unused(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(value: Any) -> Any:
-    """TOML as JSON: dates become text."""
+    """A TOML value as JSON, in which dates are text."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list):

@@ -1,8 +1,9 @@
 """Polar's TaskRequests as tasks: from JSON, YAML or JSONL files, or sent to a node.
 
-Invariant: every field is converted, noted or refused. A field that tunes Polar's own machinery is a note; one
-without which the agent or its evaluator would get another task is a refusal. In a request sent to a node, a
-path on the node's machine must lie, links resolved, below a folder that the node's config opens to tasks.
+Invariant: every field is converted, noted or refused. A field that tunes Polar's own machinery becomes a
+note. A field without which the agent or its evaluator would get another task is refused. In a request that is
+sent to a node, a path on the node's machine must be, with links resolved, below a folder that the node's
+config opens to tasks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,13 +27,13 @@ from polarnode.sources.polar_spec import (
     evaluator_value,
     runtime_value,
 )
-from polarnode.sources.reading import lines, named, part_of, read_json, read_line, read_text, read_yaml
-from polarnode.sources.values import FoundTask, Overrides, Unread
+from polarnode.sources.reading import check_part, lines, named, read_json, read_line, read_text, read_yaml
+from polarnode.sources.values import FoundTask, Overrides, UnreadTask
 
 # ── tasks ──────────────────────────────────────────────────────────────────────
 
-# Settings of Polar's presets that change what the agent is, and that no preset here takes.
-ANOTHER_AGENT = (
+# The settings of Polar's presets that change what the agent is, and that no preset here accepts.
+AGENT_CHANGING_SETTINGS = (
     "append_system_prompt",
     "system_prompt",
     "allowed_tools",
@@ -48,13 +49,13 @@ PARTS: Mapping[str | None, Any] = {
     "builder": PolarStrategy,
     "evaluator": PolarEvaluator,
 }
-# what Polar needs because it does not keep the engine's own tokens
-BUILDERS_OWN = ("end_of_turn_token_id", "tokenizer_name_or_path")
+# The settings that Polar needs because it does not keep the engine's own tokens.
+UNNEEDED_BUILDER_SETTINGS = ("end_of_turn_token_id", "tokenizer_name_or_path")
 
 
 @define(eq=False)
-class Notes:
-    """What is said of one task while it is read."""
+class TaskNotes:
+    """The notes on one task, collected while it is read."""
 
     texts: list[str] = field(factory=list)
 
@@ -62,18 +63,18 @@ class Notes:
         self.texts.append(text)
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
-    """The task of a JSON or YAML file, each of a list, or each line of JSONL."""
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | UnreadTask]:
+    """The task of a JSON or YAML file, each task of a list, or the task of each line of JSONL."""
     for origin, read in _values(path):
         if isinstance(read, Refused):
-            yield Unread(name=origin, origin=origin, refused=named(read, origin))
+            yield UnreadTask(name=origin, origin=origin, refused=named(read, origin))
             continue
         task_id = read.get("task_id") if isinstance(read, dict) else None
         name = task_id if isinstance(task_id, str) else path.stem
         try:
-            yield task_found(read, name=name, origin=origin, folder=path.parent)
+            yield convert_task(read, name=name, origin=origin, folder=path.parent)
         except Refused as refused:
-            yield Unread(name=name, origin=origin, refused=named(refused, origin))
+            yield UnreadTask(name=name, origin=origin, refused=named(refused, origin))
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
@@ -92,20 +93,20 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path} task {number}", each
 
 
-def task_found(request: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> FoundTask:
-    """A TaskRequest as a task. `served`: it was sent to a node, which tells its callback and knows Polar's
-    own priority where none is given.
+def convert_task(request: Any, *, name: str, origin: str, folder: Path, served: bool = False) -> FoundTask:
+    """A TaskRequest as a task. `served` says that it was sent to a node, which calls its callback and uses
+    Polar's own priority if none is given.
     """
     task = codec.structure(request, PolarTask)
-    notes = Notes()
+    notes = TaskNotes()
     _note_unknown(request, notes)
     value: dict[str, Json] = {
         "instruction": task.instruction,
         "num_samples": task.num_samples,
-        "harness": _harness(task.agent, folder, notes),
+        "harness": _harness_value(task.agent, folder, notes),
         "builder": _builder(task, notes),
         "evaluator": evaluator_value(task.evaluator, folder, notes.add),
-        "budgets": _budgets(task, notes),
+        "budgets": _budgets_value(task, notes),
         "metadata": dict(task.metadata),
     }
     value |= {
@@ -140,7 +141,7 @@ def task_found(request: Any, *, name: str, origin: str, folder: Path, served: bo
 # ── harness ────────────────────────────────────────────────────────────────────
 
 
-def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
+def _harness_value(agent: PolarAgent, folder: Path, notes: TaskNotes) -> dict[str, Json]:
     if agent.import_path is not None or agent.harness is None:
         raise Refused(
             "a harness class of Polar's own kind cannot run here: write it as a polarnode.harnesses Harness",
@@ -160,14 +161,14 @@ def _harness(agent: PolarAgent, folder: Path, notes: Notes) -> dict[str, Json]:
     if agent.mcp_servers:
         found["mcp_servers"] = {server.name: _server(server) for server in agent.mcp_servers}
     if agent.skills_path is not None:
-        found["skills"] = _skills(folder / agent.skills_path)
+        found["skills"] = _read_skills(folder / agent.skills_path)
     return found
 
 
-def _settings(agent: PolarAgent, notes: Notes) -> dict[str, Json]:
+def _settings(agent: PolarAgent, notes: TaskNotes) -> dict[str, Json]:
     used: dict[str, Json] = {}
     for name, value in agent.settings.items():
-        if name in ANOTHER_AGENT:
+        if name in AGENT_CHANGING_SETTINGS:
             raise Refused(
                 f"agent.settings.{name} makes it another agent, and no harness here takes it",
                 path=f"$.agent.settings.{name}",
@@ -202,9 +203,9 @@ def _server(server: PolarMcp) -> Json:
     )
 
 
-def _skills(folder: Path) -> dict[str, Json]:
+def _read_skills(folder: Path) -> dict[str, Json]:
     found: dict[str, Json] = {
-        file.parent.name: read_text(part_of(folder, f"{file.parent.name}/SKILL.md"))
+        file.parent.name: read_text(check_part(folder, f"{file.parent.name}/SKILL.md"))
         for file in sorted(folder.glob("*/SKILL.md"))
     }
     if not found:
@@ -215,7 +216,7 @@ def _skills(folder: Path) -> dict[str, Json]:
 # ── budgets and builder ────────────────────────────────────────────────────────
 
 
-def _budgets(task: PolarTask, notes: Notes) -> dict[str, Json]:
+def _budgets_value(task: PolarTask, notes: TaskNotes) -> dict[str, Json]:
     alone, steps = (
         task.metadata.get("agent_timeout"),
         {} if task.max_steps is None else {"max_turns": task.max_steps},
@@ -229,9 +230,11 @@ def _budgets(task: PolarTask, notes: Notes) -> dict[str, Json]:
     return {"run_s": task.timeout_seconds, **steps}
 
 
-def _builder(task: PolarTask, notes: Notes) -> dict[str, Json]:
-    config = {name: value for name, value in task.builder.config.items() if name not in BUILDERS_OWN}
-    for name in BUILDERS_OWN:
+def _builder(task: PolarTask, notes: TaskNotes) -> dict[str, Json]:
+    config = {
+        name: value for name, value in task.builder.config.items() if name not in UNNEEDED_BUILDER_SETTINGS
+    }
+    for name in UNNEEDED_BUILDER_SETTINGS:
         if name in task.builder.config:
             notes.add(f"builder.config.{name} is not needed: the engine's own tokens are kept")
     if ":" in task.builder.strategy:
@@ -245,7 +248,7 @@ def _builder(task: PolarTask, notes: Notes) -> dict[str, Json]:
 # ── notes ──────────────────────────────────────────────────────────────────────
 
 
-def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
+def _note_machinery(task: PolarTask, notes: TaskNotes, *, served: bool) -> None:
     if task.callback_url is not None and not served:
         notes.add(
             "callback_url is not called: results are read from the stream of trajectories, from where the"
@@ -258,8 +261,8 @@ def _note_machinery(task: PolarTask, notes: Notes, *, served: bool) -> None:
         )
 
 
-def _note_unknown(request: Mapping[str, Any], notes: Notes) -> None:
-    """Fields nothing here reads, of the request and of its parts."""
+def _note_unknown(request: Mapping[str, Any], notes: TaskNotes) -> None:
+    """Note the fields of the request and of its parts that are not read here."""
     for part, kind in PARTS.items():
         value = request if part is None else request.get(part)
         fields = {each.alias for each in kind.__attrs_attrs__}
@@ -272,8 +275,8 @@ def _note_unknown(request: Mapping[str, Any], notes: Notes) -> None:
 # ── requests to a node ─────────────────────────────────────────────────────────
 
 ROOT = Path("/")
-# Where a field of ours stands in a request, by the longest beginning of its path.
-THEIRS: Mapping[str, str] = {
+# Maps the beginning of a field's path here to its place in a request. Longer beginnings come first.
+REQUEST_PATHS: Mapping[str, str] = {
     "$.budgets.run_s": "$.timeout_seconds",
     "$.budgets.max_turns": "$.max_steps",
     "$.group.early_stop_min": "$.early_stop_min_usable_sessions",
@@ -285,34 +288,34 @@ THEIRS: Mapping[str, str] = {
 }
 
 
-def request_found(request: Any, *, volumes: tuple[str, ...]) -> FoundTask:
-    """The task of a request; `volumes` are the folders of this machine that tasks may see. It reads the files
-    that the request names.
+def convert_request(request: Any, *, volumes: tuple[str, ...]) -> FoundTask:
+    """The task of a request. `volumes` are the folders of this machine that tasks may see. The files that the
+    request names are read.
 
-    Refused, with the field's path, where it cannot be had here.
+    Raises Refused, with the field's path, if the task cannot run here.
     """
     for where, name in _named(codec.structure(request, PolarTask)):
         _check(name, where, volumes)
-    return task_found(request, name="request", origin="request", folder=ROOT, served=True)
+    return convert_task(request, name="request", origin="request", folder=ROOT, served=True)
 
 
 @contextmanager
-def their_paths() -> Iterator[None]:
-    """Refusals of the block name the field as it stands in the request."""
+def name_request_paths() -> Iterator[None]:
+    """Let refusals of the block name the field as it stands in the request."""
     try:
         yield
     except Refused as refused:
-        raise Refused(str(refused), path=their_path(refused.path)) from refused
+        raise Refused(str(refused), path=request_path(refused.path)) from refused
 
 
-def their_path(path: str | None) -> str | None:
-    """A field's path in the request; its own where it is called the same."""
-    begins = next((ours for ours in THEIRS if path is not None and path.startswith(ours)), None)
-    return path if path is None or begins is None else THEIRS[begins] + path.removeprefix(begins)
+def request_path(path: str | None) -> str | None:
+    """A field's path in the request; the same path if the field has the same name there."""
+    begins = next((ours for ours in REQUEST_PATHS if path is not None and path.startswith(ours)), None)
+    return path if path is None or begins is None else REQUEST_PATHS[begins] + path.removeprefix(begins)
 
 
 def _named(task: PolarTask) -> Iterator[tuple[str, str]]:
-    """Each path of the node's own machine that a request names, with where it stands."""
+    """Each path on the node's own machine that a request names, preceded by the path of its field."""
     for index, action in enumerate(task.runtime.prepare if task.runtime is not None else ()):
         if action.source is not None:
             yield f"$.runtime.prepare[{index}].source", action.source

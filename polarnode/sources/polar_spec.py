@@ -1,7 +1,7 @@
-"""The shapes of Polar's TaskRequest, and its evaluators and runtimes converted to polarnode's.
+"""The shapes of Polar's TaskRequest, and the conversion of its evaluators and runtimes to polarnode's.
 
-Unknown fields are kept for a note. An evaluator without a counterpart is refused, never noted, because its
-reward is trained on; the config itself is checked by the evaluator when the task is submitted.
+Unknown fields are kept for a note. An evaluator without a counterpart is refused and never noted, because its
+reward is trained on. The evaluator itself checks its config when the task is submitted.
 """
 
 from base64 import b64encode
@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.sources.reading import LARGEST_FILE, below, inline, mode_of, read_bytes
+from polarnode.sources.reading import LARGEST_FILE, below, file_mode, inline, read_bytes
 from polarnode.sources.swe import instance_value
 
 # ── shapes ─────────────────────────────────────────────────────────────────────
@@ -102,7 +102,7 @@ class PolarTask:
     num_samples: int = 1
     dispatch_priority: int | None = None
     early_stop_min_usable_sessions: int | None = None
-    max_steps: int | None = None  # of forks: model calls a session may make
+    max_steps: int | None = None  # a field of forks of Polar: the model calls that a session may make
     timeout_seconds: float = 600.0
     runtime: PolarRuntime | None = None
     builder: PolarStrategy = PolarStrategy(strategy="per_request")
@@ -114,8 +114,8 @@ class PolarTask:
 # ── evaluators ─────────────────────────────────────────────────────────────────
 
 Note = Callable[[str], None]
-SWE = ("swebench_harness", "swegym_git_diff")
-OWN_CONTAINER = (
+SWE_EVALUATORS = ("swebench_harness", "swegym_git_diff")
+CLEAN_RUNTIME_NOTE = (
     "evaluator.refresh_runtime is false, and yet it judges in a clean runtime: what the agent left running"
     " could forge its reward"
 )
@@ -141,7 +141,7 @@ def evaluator_value(evaluator: PolarEvaluator | None, folder: Path, note: Note) 
                 "config": {**_with_tests(config, folder), **env},
                 "fresh_runtime": evaluator.refresh_runtime,
             }
-        case strategy if strategy in SWE:
+        case strategy if strategy in SWE_EVALUATORS:
             _refuse_env(evaluator)
             _note_clean(evaluator, note)
             return {"name": "swebench", "config": _with_instance(config)}
@@ -161,7 +161,7 @@ def _refuse_env(evaluator: PolarEvaluator) -> None:
 
 def _note_clean(evaluator: PolarEvaluator, note: Note) -> None:
     if not evaluator.refresh_runtime:
-        note(OWN_CONTAINER)
+        note(CLEAN_RUNTIME_NOTE)
 
 
 def _with_tests(config: dict[str, Json], folder: Path) -> dict[str, Json]:
@@ -192,14 +192,14 @@ def _needed(config: dict[str, Json], name: str) -> Json:
 
 WORKDIR = "/work"
 SESSION_FOLDER = "/polar/session"
-# where Apptainer gets an image from; its name is what follows
-TRANSPORTS = ("docker-daemon:", "docker://", "containers-storage:")
+# The prefixes that say where Apptainer gets an image. The image's name follows.
+IMAGE_TRANSPORTS = ("docker-daemon:", "docker://", "containers-storage:")
 
 
 def runtime_value(runtime: PolarRuntime, folder: Path, note: Note) -> dict[str, Json]:
-    """A RuntimeSpec as JSON; files are read relative to the task's own folder."""
+    """A RuntimeSpec as JSON. Files are read relative to the task's own folder."""
     _refuse_other_worlds(runtime)
-    _note_the_rest(runtime, note)
+    _note_differences(runtime, note)
     fields: dict[str, Json] = {
         "image": _image(runtime.image, note),
         "workdir": runtime.workdir or WORKDIR,
@@ -212,7 +212,7 @@ def runtime_value(runtime: PolarRuntime, folder: Path, note: Note) -> dict[str, 
         "cpus": runtime.cpus,
         "memory_mb": runtime.memory_mb,
         "disk_mb": runtime.storage_mb,
-        "volumes": list(_volumes(runtime, note)),
+        "volumes": list(_volume_values(runtime, note)),
     }
     return {name: value for name, value in fields.items() if value not in (None, [], {})}
 
@@ -237,7 +237,7 @@ def _refuse_other_worlds(runtime: PolarRuntime) -> None:
         )
 
 
-def _note_the_rest(runtime: PolarRuntime, note: Note) -> None:
+def _note_differences(runtime: PolarRuntime, note: Note) -> None:
     kinds = [action.type == "exec" for action in runtime.prepare]
     if True in kinds and False in kinds[kinds.index(True) :]:
         note(
@@ -267,7 +267,7 @@ def _note_the_rest(runtime: PolarRuntime, note: Note) -> None:
 
 
 def _image(name: str, note: Note) -> str:
-    for transport in TRANSPORTS:
+    for transport in IMAGE_TRANSPORTS:
         if name.startswith(transport):
             note(f"{transport} is where Apptainer gets the image; here it is in the node's own store")
             return name.removeprefix(transport)
@@ -295,7 +295,7 @@ def _file(file: Path, target: str) -> Json:
         raise Refused(
             f"{file} is too large to travel with the task: put it into the image", path="$.runtime.prepare"
         )
-    return {"path": target, "base64": b64encode(content).decode(), "mode": mode_of(file)}
+    return {"path": target, "base64": b64encode(content).decode(), "mode": file_mode(file)}
 
 
 def _step(action: PolarAction, note: Note) -> Json:
@@ -308,8 +308,8 @@ def _step(action: PolarAction, note: Note) -> Json:
     return {"argv": [*(["env", *moved, *env] if env or moved else []), "bash", "-lc", action.command]}
 
 
-def _volumes(runtime: PolarRuntime, note: Note) -> Iterator[Json]:
-    """Docker's `source:target[:ro]`."""
+def _volume_values(runtime: PolarRuntime, note: Note) -> Iterator[Json]:
+    """The volumes, each written as Docker's `source:target[:ro]`."""
     volumes = runtime.kwargs.get("volumes", [])
     if not isinstance(volumes, list) or not all(
         isinstance(each, str) and each.count(":") in (1, 2) for each in volumes

@@ -1,6 +1,6 @@
-"""`read_source`: detect the kind of a path, read its tasks, and merge the user's overrides over each.
+"""`read_source` detects the kind of a path, reads its tasks, and merges the user's overrides over each.
 
-A kind that is ambiguous is refused with the candidates; `--kind` always decides. Iteration is lazy and can be
+A path of unknown kind is refused with a list of kinds; `--kind` always decides. Iteration is lazy and can be
 repeated. A task that cannot be read never hides the next one; only an unreadable source raises.
 """
 
@@ -18,38 +18,47 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
 from polarnode.sources.harbor import tasks as harbor_tasks
 from polarnode.sources.polar import tasks as polar_tasks
-from polarnode.sources.reading import is_dataset, jsonl, lines, named, one, read_json, read_toml, read_yaml
+from polarnode.sources.reading import (
+    is_dataset,
+    lines,
+    named,
+    one,
+    read_json,
+    read_jsonl,
+    read_toml,
+    read_yaml,
+)
 from polarnode.sources.swe import tasks as swe_tasks
 from polarnode.sources.terminal_bench import tasks as terminal_bench_tasks
-from polarnode.sources.values import KINDS, FoundTask, Kind, Overrides, SourcedTask, Unread, merged_over
+from polarnode.sources.values import KINDS, FoundTask, Kind, Overrides, SourcedTask, UnreadTask, merge_over
 
 # ── detection ──────────────────────────────────────────────────────────────────
 
-LOOKED_AT = 64  # entries of a folder that are looked into: a dataset of tasks shows in its first
-HOW = f"name its kind with --kind ({', '.join(KINDS)})"
+LOOKED_AT = 64  # entries of a folder that are inspected; the first ones show whether it holds tasks
+KIND_REMEDY = f"name its kind with --kind ({', '.join(KINDS)})"
 
 
 def detect(path: Path) -> Kind:
-    """The kind of source at `path`. Refused if none or several fit."""
+    """The kind of source at `path`. Raises Refused if it cannot be detected."""
     return _folder(path) if path.is_dir() else _file(path)
 
 
 def _folder(folder: Path) -> Kind:
-    kind = _one_task(folder)
+    kind = _task_folder_kind(folder)
     if kind is not None:
         return kind
     for below in islice(sorted(folder.iterdir()), LOOKED_AT):
-        inside = _one_task(below) if below.is_dir() else None
+        inside = _task_folder_kind(below) if below.is_dir() else None
         if inside in ("harbor", "terminal_bench"):
             return inside
     if is_dataset(folder):
         return "swe"
     raise Refused(
-        f"{folder} is no known folder of tasks: no task.toml with instruction.md, no dataset; {HOW}"
+        f"{folder} is no known folder of tasks: no task.toml with instruction.md, no dataset; {KIND_REMEDY}"
     )
 
 
-def _one_task(folder: Path) -> Kind | None:
+def _task_folder_kind(folder: Path) -> Kind | None:
     if (folder / "task.toml").is_file():
         return (
             "harbor"
@@ -60,7 +69,7 @@ def _one_task(folder: Path) -> Kind | None:
 
 
 def is_harbor(value: Mapping[str, Any]) -> bool:
-    """Whether a TOML is a Harbor task's and not our own."""
+    """Whether a TOML file is that of a Harbor task and not one of polarnode's own."""
     return not {"harness", "instruction", "instruction_file"} & set(value) and bool(
         {"verifier", "agent", "environment", "steps"} & set(value)
     )
@@ -86,7 +95,7 @@ def _file(file: Path) -> Kind:
                 if file.name == "task.yaml" and not (isinstance(value, dict) and "agent" in value)
                 else "polar"
             )
-    raise Refused(f"the kind of {file} cannot be detected by its name; {HOW}")
+    raise Refused(f"the kind of {file} cannot be detected by its name; {KIND_REMEDY}")
 
 
 def _lines(file: Path) -> Kind:
@@ -94,7 +103,7 @@ def _lines(file: Path) -> Kind:
         try:
             return _value(codec.read_json(line), file, listed=True)
         except Refused:
-            return "jsonl"  # its reader reports what is wrong with the line
+            return "jsonl"  # The reader of this kind reports what is wrong with the line.
     raise Refused(f"{file} is empty: it holds no task")
 
 
@@ -112,10 +121,10 @@ def _value(value: Any, file: Path, *, listed: bool) -> Kind:
 
 # ── sources ────────────────────────────────────────────────────────────────────
 
-Reader = Callable[[Path, Overrides], Iterator[FoundTask | Unread]]
+Reader = Callable[[Path, Overrides], Iterator[FoundTask | UnreadTask]]
 READERS: Mapping[Kind, Reader] = {
     "task": one,
-    "jsonl": jsonl,
+    "jsonl": read_jsonl,
     "harbor": harbor_tasks,
     "terminal_bench": terminal_bench_tasks,
     "swe": swe_tasks,
@@ -133,7 +142,7 @@ class Source:
     kind: Kind
     overrides: Overrides
 
-    def items(self) -> Iterator[SourcedTask | Unread]:
+    def items(self) -> Iterator[SourcedTask | UnreadTask]:
         """Every task that matches `only`, up to `limit`, in the order of the source."""
         found = READERS[self.kind](self.path, self.overrides)
         meant = (
@@ -142,20 +151,20 @@ class Source:
             if self.overrides.only is None or fnmatchcase(each.name, self.overrides.only)
         )
         for each in islice(meant, self.overrides.limit):
-            yield each if isinstance(each, Unread) else _sourced(each, self.overrides)
+            yield each if isinstance(each, UnreadTask) else _apply_overrides(each, self.overrides)
 
     def tasks(self) -> Iterator[SourcedTask]:
-        """As `items`; raises Refused where one cannot be read, and where there is none at all."""
+        """Like `items`, but raises Refused if a task cannot be read, and if there is none at all."""
         count = 0
         for item in self.items():
-            if isinstance(item, Unread):
+            if isinstance(item, UnreadTask):
                 raise item.refused
             count += 1
             yield item
         if not count:
-            raise Refused(f"{self.path}: {self._why_none()}")
+            raise Refused(f"{self.path}: {self._empty_reason()}")
 
-    def _why_none(self) -> str:
+    def _empty_reason(self) -> str:
         return (
             "it holds no task"
             if self.overrides.only is None
@@ -164,7 +173,9 @@ class Source:
 
 
 def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overrides | None = None) -> Source:
-    """The source at `path`. Refused if nothing is there or its kind is unknown. Tasks are read lazily."""
+    """The source at `path`. Raises Refused if nothing is there or its kind is unknown. Tasks are read
+    lazily.
+    """
     where = Path(path)
     if not where.exists():
         raise Refused(f"there is no {where}: give an existing file or folder")
@@ -176,11 +187,11 @@ def read_source(path: str | Path, *, kind: Kind | None = None, overrides: Overri
 
 
 def spec_of(found: FoundTask) -> TaskSpec:
-    """The task without overrides. Refused with the field's path."""
-    return codec.read_task(_with_harness_added(_written_out(found.value), found))
+    """The task without overrides. Raises Refused with the field's path."""
+    return codec.read_task(_add_harness(_expand_harness(found.value), found))
 
 
-def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
+def _apply_overrides(found: FoundTask, overrides: Overrides) -> SourcedTask | UnreadTask:
     flags: dict[str, Json] = {}
     if overrides.harness is not None:
         flags["harness"] = {"name": overrides.harness}
@@ -188,10 +199,10 @@ def _sourced(found: FoundTask, overrides: Overrides) -> SourcedTask | Unread:
         flags["num_samples"] = overrides.samples
     try:
         _check_trajectory(found.value)
-        value = merged_over(merged_over(_written_out(found.value), _written_out(overrides.over)), flags)
-        spec = codec.read_task(_with_harness_added(value, found))
+        value = merge_over(merge_over(_expand_harness(found.value), _expand_harness(overrides.over)), flags)
+        spec = codec.read_task(_add_harness(value, found))
     except Refused as refused:
-        return Unread(name=found.name, origin=found.origin, refused=named(refused, found.origin))
+        return UnreadTask(name=found.name, origin=found.origin, refused=named(refused, found.origin))
     build = found.build if found.build is not None and spec.runtime.image == found.build.image else None
     return SourcedTask(spec=spec, name=found.name, origin=found.origin, notes=found.notes, build=build)
 
@@ -203,19 +214,19 @@ def _check_trajectory(value: Mapping[str, Json]) -> None:
         )
 
 
-def _written_out(value: Mapping[str, Json]) -> dict[str, Json]:
-    """The value with its harness as an object, so that the parts of two are merged."""
+def _expand_harness(value: Mapping[str, Json]) -> dict[str, Json]:
+    """The value with its harness as an object, so that the parts of two harnesses can be merged."""
     harness = value.get("harness")
     return {**value, "harness": {"name": harness}} if isinstance(harness, str) else dict(value)
 
 
-def _with_harness_added(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:
+def _add_harness(value: dict[str, Json], found: FoundTask) -> dict[str, Json]:
     """Set `add_harness` for a task on its own image, unless its harness is a command of its own or the user
     set it.
     """
     harness, runtime = value.get("harness"), value.get("runtime")
     if harness is None:
-        # a misspelling explains better what is missing
+        # This reports a misspelled field, which explains better what is missing.
         codec.structure({**value, "harness": "shell"}, TaskSpec, forbid_extra=True)
         raise Refused(
             "the task names no harness: give --harness (such as pi), or harness in the --override file",

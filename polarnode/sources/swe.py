@@ -13,22 +13,24 @@ from typing import Any
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.sources.reading import DatasetRow, named, rows
-from polarnode.sources.values import FoundTask, Overrides, Unread
+from polarnode.sources.values import FoundTask, Overrides, UnreadTask
 
 WORKDIR = "/testbed"
-# seconds: the suite of the slowest repository runs for half an hour, its image is started and the patch
-# applied before
+# The seconds of POST. The suite of the slowest repository runs for half an hour, after its image is started
+# and the patch applied.
 POST_S = 2400.0
-RUN_S = 3600.0  # seconds an agent has: what the published offline run gave each of these tasks
+RUN_S = 3600.0  # the seconds of an agent, as in the published offline run of these tasks
 MEMORY_MB = 8192  # the larger test suites (sympy, pandas, dask) do not run in two gigabytes
 CPUS = 2.0
-# The repository's own Python first, as in the images' login shells, which a harness's commands are not.
+# The repository's own Python comes first, as in the images' login shells. A harness's commands run in no
+# login shell.
 PATH = (
     "/opt/miniconda3/envs/testbed/bin:/opt/miniconda3/bin"
     ":/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 )
-# What the images' history holds beyond the base commit is the solution: names of it go, and with them every
-# way to find it by looking. Tags below stay, since packages read their version from them.
+# The history in the images contains the solution, beyond the base commit. This script removes every name of
+# it, and with them every way to find it by looking. Tags of earlier commits stay, because packages read their
+# version from them.
 CUT = f"""\
 repo() {{ git -c safe.directory='*' -C {WORKDIR} "$@"; }}
 repo remote | while read -r name; do repo remote remove "$name"; done
@@ -39,7 +41,7 @@ repo for-each-ref --format='%(objecttype)%(*objecttype) %(refname)' | grep -vE '
 cd "$(repo rev-parse --absolute-git-dir)" && rm -rf ORIG_HEAD FETCH_HEAD COMMIT_EDITMSG MERGE_MSG logs
 repo gc --quiet --prune=now
 """
-PIDS = 1024  # a parallel test run beside the harness
+PIDS = 1024  # processes, enough for a parallel test run beside the harness
 INSTRUCTION = """\
 You are working in a checkout of the repository {repo}, in {workdir}. \
 Solve the following issue by changing files there. \
@@ -49,9 +51,10 @@ Do not change tests that exist; the solution is judged by tests that you do not 
 {problem_statement}
 </issue>
 """
-SWEBENCH_IMAGE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-SWEGYM_IMAGE = "xingyaoww/sweb.eval.x86_64.{id_s}:latest"
-# Image names by dataset. A repository in neither needs an image column or --image-template.
+SWEBENCH_IMAGE_TEMPLATE = "swebench/sweb.eval.x86_64.{id_1776}:latest"
+SWEGYM_IMAGE_TEMPLATE = "xingyaoww/sweb.eval.x86_64.{id_s}:latest"
+# The repositories of each dataset, by which the image name is chosen. A repository in neither needs an image
+# column or --image-template.
 SWEBENCH_REPOS = frozenset(
     [
         "astropy/astropy",
@@ -84,7 +87,7 @@ SWEGYM_REPOS = frozenset(
     ]
 )
 IMAGE_COLUMNS = ("image_name", "docker_image", "image")
-NEEDED = (
+REQUIRED_COLUMNS = (
     "instance_id",
     "repo",
     "base_commit",
@@ -93,7 +96,7 @@ NEEDED = (
     "FAIL_TO_PASS",
     "PASS_TO_PASS",
 )
-JUDGED_BY = (
+EVALUATOR_COLUMNS = (
     *(
         "instance_id",
         "repo",
@@ -107,20 +110,20 @@ JUDGED_BY = (
     *("image", "eval_script", "log_parser", "eval_type", "image_assets"),  # columns of swebench 5
 )
 SHOWN = ("instance_id", "repo", "base_commit", "version")
-# the solution, hints to it, and what concerns no agent
+# The solution, hints to it, and columns that do not concern an agent.
 LEFT_OUT = ("patch", "hints_text", "created_at", "dockerfile", "difficulty")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
-def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | Unread]:
-    """Each row as a task."""
+def tasks(path: Path, overrides: Overrides) -> Iterator[FoundTask | UnreadTask]:
+    """The task of each row."""
     for row in rows(path, split=overrides.split):
         yield _item(row, overrides)
 
 
-def _item(row: DatasetRow, overrides: Overrides) -> FoundTask | Unread:
+def _item(row: DatasetRow, overrides: Overrides) -> FoundTask | UnreadTask:
     if row.value is None:
-        return Unread(
+        return UnreadTask(
             name=row.origin, origin=row.origin, refused=row.refused or Refused(f"{row.origin} holds nothing")
         )
     instance_id = row.value.get("instance_id")
@@ -129,11 +132,11 @@ def _item(row: DatasetRow, overrides: Overrides) -> FoundTask | Unread:
     try:
         return _task(row.value, name, origin, overrides)
     except Refused as refused:
-        return Unread(name=name, origin=origin, refused=named(refused, origin))
+        return UnreadTask(name=name, origin=origin, refused=named(refused, origin))
 
 
 def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides) -> FoundTask:
-    for column in NEEDED:
+    for column in REQUIRED_COLUMNS:
         if row.get(column) is None:
             raise Refused(
                 f"the column {column} is missing: rows are of the shape of SWE-bench or SWE-Gym",
@@ -145,8 +148,8 @@ def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides)
         "runtime": {
             "image": _image(row, words, overrides),
             "workdir": WORKDIR,
-            # all of these images are root's, the repository too; in a container without capabilities root is
-            # a user
+            # In all of these images everything belongs to root, the repository too. In a container without
+            # capabilities root is an ordinary user.
             "user": "root",
             "read_only": False,
             "env": {"PATH": PATH},
@@ -166,7 +169,7 @@ def _task(row: Mapping[str, Json], name: str, origin: str, overrides: Overrides)
 
 
 def _words(row: Mapping[str, Json]) -> dict[str, str]:
-    """The values that a template may use: none of the solution or its tests."""
+    """The values that a template may use. None is of the solution or its tests."""
     name = str(row["instance_id"])
     return {
         "instance_id": name,
@@ -182,7 +185,7 @@ def _words(row: Mapping[str, Json]) -> dict[str, str]:
 
 
 def _filled(template: str, words: Mapping[str, str], path: str) -> str:
-    """Fill a template once: inserted text is not expanded again."""
+    """Fill a template once. Inserted text is not expanded again."""
 
     def word(found: re.Match[str]) -> str:
         if found[1] not in words:
@@ -193,7 +196,9 @@ def _filled(template: str, words: Mapping[str, str], path: str) -> str:
 
 
 def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrides) -> str:
-    """The user's template, the row's own column, or the convention of the dataset its repository is of."""
+    """The image, by the user's template, the row's own column, or the convention of the dataset to which its
+    repository belongs.
+    """
     if overrides.image_template is not None:
         return _filled(overrides.image_template, words, "$.runtime.image")
     for column in IMAGE_COLUMNS:
@@ -202,9 +207,9 @@ def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrid
             return value
     repo = words["repo"].lower()
     if repo in SWEBENCH_REPOS:
-        return _filled(SWEBENCH_IMAGE, words, "$.runtime.image")
+        return _filled(SWEBENCH_IMAGE_TEMPLATE, words, "$.runtime.image")
     if repo in SWEGYM_REPOS:
-        return _filled(SWEGYM_IMAGE, words, "$.runtime.image")
+        return _filled(SWEGYM_IMAGE_TEMPLATE, words, "$.runtime.image")
     how = "--image-template 'name/{id}:latest'"
     raise Refused(
         f"it has no column {', '.join(IMAGE_COLUMNS)}, and no convention is known for {words['repo']}: say"
@@ -214,8 +219,12 @@ def _image(row: Mapping[str, Json], words: Mapping[str, str], overrides: Overrid
 
 
 def instance_value(row: Mapping[str, Json]) -> dict[str, Json]:
-    """What the evaluator judges by; lists of tests as lists, which some datasets write as JSON text."""
-    found: dict[str, Json] = {column: row[column] for column in JUDGED_BY if row.get(column) is not None}
+    """The values by which the evaluator judges. Lists of tests, which some datasets write as JSON text,
+    become lists.
+    """
+    found: dict[str, Json] = {
+        column: row[column] for column in EVALUATOR_COLUMNS if row.get(column) is not None
+    }
     return {**found, **{column: _tests(row[column], column) for column in ("FAIL_TO_PASS", "PASS_TO_PASS")}}
 
 
@@ -234,7 +243,7 @@ def _tests(value: Json, column: str) -> Json:
 
 
 def _notes(row: Mapping[str, Json]) -> Iterator[str]:
-    columns = {*NEEDED, *JUDGED_BY, *IMAGE_COLUMNS, *LEFT_OUT}
+    columns = {*REQUIRED_COLUMNS, *EVALUATOR_COLUMNS, *IMAGE_COLUMNS, *LEFT_OUT}
     if row.get("hints_text"):
         yield "hints_text is not used: the agent gets the problem alone"
     for column in sorted(set(row) - columns):

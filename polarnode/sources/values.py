@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @frozen(kw_only=True)
-class Build:
+class ImageBuild:
     """An image to build from a folder, on the machine of the node that runs the task. `image` is its name."""
 
     folder: Path
@@ -34,10 +34,10 @@ class Build:
 class Overrides:
     """What a user changes in every task of a source.
 
-    `over`: a partial TaskSpec as JSON, merged over each task. `harness` and `samples` override it. `only`: a
-    pattern of names (`django__*`). `limit`: the most tasks to take of those that match. `image_template` and
-    `instruction_template`: for datasets whose rows have no image and only a problem. `split`: one of a
-    dataset's splits.
+    `over` is a partial TaskSpec as JSON, merged over each task. `harness` and `samples` override it. `only`
+    is a pattern of names (`django__*`). `limit` is the most tasks to take of those that match.
+    `image_template` and `instruction_template` are for datasets whose rows have no image and only a problem.
+    `split` is one of a dataset's splits.
     """
 
     harness: str | None = None
@@ -54,14 +54,14 @@ class Overrides:
 class FoundTask:
     """One task of a source before overrides: a TaskSpec as JSON, possibly without a harness.
 
-    `foreign`: the image is the task's own, so that the harness has to be added to it.
+    `foreign` says that the image is the task's own, so that the harness has to be added to it.
     """
 
     name: str
     origin: str
     value: dict[str, Json]
     notes: tuple[str, ...] = ()
-    build: Build | None = None
+    build: ImageBuild | None = None
     foreign: bool = False
 
 
@@ -73,11 +73,11 @@ class SourcedTask:
     name: str
     origin: str
     notes: tuple[str, ...] = ()
-    build: Build | None = None
+    build: ImageBuild | None = None
 
 
 @frozen(kw_only=True)
-class Unread:
+class UnreadTask:
     """A task of a source that could not be read; `refused` holds the reason, the origin and the field."""
 
     name: str
@@ -88,11 +88,11 @@ class Unread:
 # ── overrides ──────────────────────────────────────────────────────────────────
 
 PROGRAMS = ("harness", "builder", "evaluator")
-IDENTITY = ("name", "import_path", "parts")
+PROGRAM_IDENTITY_FIELDS = ("name", "import_path", "parts")
 
 
-def merged_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
-    """`over` upon `value`: objects are merged, all else is replaced."""
+def merge_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
+    """Merge `over` over `value`: objects are merged, and everything else is replaced."""
     merged: dict[str, Json] = dict(value)
     for key, new in over.items():
         old = merged.get(key)
@@ -100,18 +100,20 @@ def merged_over(value: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str
             key in PROGRAMS
             and isinstance(new, Mapping)
             and isinstance(old, Mapping)
-            and _is_another(old, new)
+            and _is_another_program(old, new)
         )
         merged[key] = (
-            merged_over(old, new)
+            merge_over(old, new)
             if isinstance(old, Mapping) and isinstance(new, Mapping) and not replaces
             else new
         )
     return merged
 
 
-def _is_another(old: Mapping[str, Json], new: Mapping[str, Json]) -> bool:
-    """Settings that say no name yet are of whatever program is named later."""
-    return any(key in old for key in IDENTITY) and any(
-        key in new and new[key] != old.get(key) for key in IDENTITY
+def _is_another_program(old: Mapping[str, Json], new: Mapping[str, Json]) -> bool:
+    """Whether new settings are of another program than the old ones. Settings without a name belong to the
+    program that is named later.
+    """
+    return any(key in old for key in PROGRAM_IDENTITY_FIELDS) and any(
+        key in new and new[key] != old.get(key) for key in PROGRAM_IDENTITY_FIELDS
     )

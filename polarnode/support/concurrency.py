@@ -1,20 +1,21 @@
 """Helpers of concurrent tasks: a semaphore with priorities, a session's share of threads, services in the
 background, and child processes.
 
-The semaphore is for stage limits: how many sessions may be in a stage at once. It wakes its waiters by
-priority, then by group and age (`waiting_line.py`). Trio's own limiters are first come, first served, and a
-trainer that raises the priority of a task expects its sessions to pass the waiting ones. A limit may change
-at any time; sessions already in the stage stay in it.
+The semaphore limits how many sessions may be in a stage at once. It wakes its waiters by priority, then by
+group and age (`waiting_line.py`). Trio's own limiters serve in order of arrival, but a trainer that raises
+the priority of a task expects its sessions to pass the waiting ones. A limit may change at any time; sessions
+already in the stage stay in it.
 
 A background service runs beside a block, outlives the block's users, and ends when the block ends. In one
-nursery a service and its users are cancelled together, and the users' teardown then finds no service
-(trio.md P15). The shield has no deadline of its own because the end of the block cancels it.
+nursery a service and its users would be cancelled together, and the users' teardown would find no service;
+the service therefore runs under a shield. The shield has no deadline of its own, because the end of the block
+cancels it.
 
 A child process and everything it started are one unit that ends with its block. A killed process leaves its
 grandchildren, and a process that ends well may leave background children; both are ended by their process
 group. Invariants: output goes to files, never to pipes (a grandchild that keeps a pipe open would hold up its
 reader); teardown is bounded, shielded, and never raises. A program that makes a session of its own leaves the
-group: what must not escape belongs in a container.
+group; a program that must not escape belongs in a container.
 """
 
 import logging
@@ -30,7 +31,7 @@ import trio
 from attrs import define, field, frozen
 
 from polarnode.core.errors import PolarnodeError, Refused
-from polarnode.support.waiting_line import Cohort, WaitingLine
+from polarnode.support.waiting_line import EntryCohort, WaitingLine
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ T = TypeVar("T")
 @frozen(kw_only=True)
 class SemaphoreStatistics:
     """`inside` of at most `limit` sessions are in the stage; `waiting` are queued before it. `held_back`: why
-    the limit is lower than configured.
+    the limit is lower than configured, or why the first waiter has no place.
     """
 
     limit: int
@@ -50,17 +51,17 @@ class SemaphoreStatistics:
 
 
 class Place(Protocol):
-    """What a holder needs beside its slot."""
+    """A resource that a holder needs in addition to its slot."""
 
     def take(self) -> str | None:
-        """Take it; why it is not there, else None."""
+        """Take the resource. Returns None, or why it is not available."""
 
     def give_back(self) -> None:
-        """Give it back: the holder leaves, or gave up after it was taken."""
+        """Give the resource back: its holder leaves the stage, or gave up after it was taken."""
 
 
-class NoPlace:
-    """For holders that need nothing else."""
+class NoResource:
+    """The place of holders that need nothing but a slot."""
 
     def take(self) -> str | None:
         return None
@@ -77,49 +78,50 @@ class _Turn:
 
 @define(eq=False)
 class PrioritySemaphore:
-    """At most `limit` holders. Waiters enter by priority (0-100, higher first), those of one cohort together,
-    the oldest cohort first; without a cohort in order of arrival. The first of them enters when there is a
-    slot and its place can be taken: nobody goes before it who needs less.
+    """A semaphore with at most `limit` holders and an order of waiters. Waiters enter by priority (0-100,
+    higher first); within a priority those of one cohort enter together, the oldest cohort first, and those
+    without a cohort in order of arrival. The first waiter enters when there is a slot and its place can be
+    taken; a later one that needs less does not pass it.
     """
 
     limit: int
     held_back: str | None = field(default=None, init=False)
     _inside: int = field(default=0, init=False)
     _waiting: WaitingLine[_Turn] = field(factory=WaitingLine, init=False)
-    _refused: str | None = field(default=None, init=False)  # why the first one waits, with slots to spare
+    _refused: str | None = field(default=None, init=False)  # why the first one waits though slots are free
 
     @property
     def is_refused(self) -> bool:
-        """Whether the first one waits for its place, with slots to spare."""
+        """Whether the first waiter waits for its place although there are free slots."""
         return self._refused is not None
 
     @asynccontextmanager
     async def slot(
-        self, *, priority: int, cohort: Cohort | None = None, place: Place | None = None
+        self, *, priority: int, cohort: EntryCohort | None = None, place: Place | None = None
     ) -> AsyncIterator[None]:
         """Wait for a slot of the stage, and for `place`, and hold both for the block."""
-        turn = _Turn(place or NoPlace())
-        await self._enter(turn, priority, cohort or Cohort())
+        turn = _Turn(place or NoResource())
+        await self._enter(turn, priority, cohort or EntryCohort())
         try:
             yield
         finally:
             self._leave(turn)
 
     def adjust(self, limit: int, held_back: str | None = None) -> None:
-        """Change the limit from now on; `held_back` is why it is lower than configured. Places that were not
-        there are tried again.
+        """Change the limit from now on; `held_back` is why it is lower than configured. The first waiter
+        tries again to take its place.
         """
         self.limit, self.held_back = limit, held_back
         self._admit()
 
-    async def _enter(self, turn: _Turn, priority: int, cohort: Cohort) -> None:
+    async def _enter(self, turn: _Turn, priority: int, cohort: EntryCohort) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._waiting.add(turn, priority=priority, cohort=cohort)
         self._admit()
         try:
             await turn.entered.wait()
         except trio.Cancelled:
-            if turn.entered.is_set():  # in the tick of the cancellation
+            if turn.entered.is_set():  # it entered in the tick of the cancellation
                 self._leave(turn)
             else:
                 self._waiting.discard(turn)
@@ -155,23 +157,23 @@ class PrioritySemaphore:
 
 @define(eq=False)
 class ThreadShare:
-    """A limiter for `trio.to_thread.run_sync` that holds a place of `own` and one of `node`.
+    """A limiter for `trio.to_thread.run_sync` that takes a place of `own` and a place of `node` for a thread.
 
-    A session waits for its own threads first, so that it takes at most its own number of the node's places,
-    also with threads that were abandoned and still run.
+    A session waits for a place of its own first, so that it never takes more of the node's places than it
+    has. Threads that were abandoned and still run are counted too.
     """
 
     own: trio.CapacityLimiter
     node: trio.CapacityLimiter
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, from a thread, which is abandoned when the caller is cancelled.
+        """Run `work` in a thread, which is abandoned when the caller is cancelled, and return its result.
 
-        A refusal comes without the frames it was raised in: Trio keeps a thread's exception in a cycle, and
-        with it the request, until the garbage collector runs, which is rare.
+        A Refused is raised without the frames that raised it: Trio keeps a thread's exception in a cycle, and
+        the request with it, until the garbage collector runs, which is rare.
         """
         done = await trio.to_thread.run_sync(
-            _caught,
+            _catch_refusal,
             work,
             limiter=self,  # type: ignore[arg-type]  # documented: any object with these two methods
             abandon_on_cancel=True,
@@ -181,7 +183,7 @@ class ThreadShare:
                 raise done
             return done
         finally:
-            del done  # or the exception's frame would hold the exception
+            del done  # otherwise the exception's frame would hold the exception
 
     async def acquire_on_behalf_of(self, borrower: object) -> None:
         await self.own.acquire_on_behalf_of(borrower)
@@ -196,7 +198,7 @@ class ThreadShare:
         self.own.release_on_behalf_of(borrower)
 
 
-def _caught(work: Callable[[], T]) -> T | Refused:
+def _catch_refusal(work: Callable[[], T]) -> T | Refused:
     try:
         return work()
     except Refused as error:
@@ -206,13 +208,13 @@ def _caught(work: Callable[[], T]) -> T | Refused:
 
 # ── background services ────────────────────────────────────────────────────────────
 
-Task = Callable[[trio.Event], Awaitable[None]]  # sets the event when it is ready
+Task = Callable[[trio.Event], Awaitable[None]]  # a task sets the event when it is ready
 
 
 @asynccontextmanager
 async def open_background(task: Task) -> AsyncIterator[None]:
     """Run a task beside the block, which starts when the task is ready. A PolarnodeError of the task is
-    raised itself, not as a group of one.
+    raised as it is, not in an exception group.
     """
     scope, ready = trio.CancelScope(shield=True), trio.Event()
     try:
@@ -248,8 +250,8 @@ def _ours(group: BaseExceptionGroup[BaseException]) -> PolarnodeError | None:
 # ── processes ───────────────────────────────────────────────────────────────────────────────────────
 
 TERM_GRACE = 5.0  # seconds between TERM and KILL: what polarnode starts has nothing to save by itself
-# seconds for the kernel to be done with killed processes: a GPU context of many GB takes some of them
-KILL_GRACE = 10.0
+# The kernel may take this many seconds to end killed processes; a GPU context of many GB takes some seconds.
+KILL_GRACE_S = 10.0
 POLL = 0.05  # seconds between checks of a group, only while one is being ended
 
 _log = logging.getLogger(__name__)
@@ -285,7 +287,7 @@ async def open_process_group(
     try:
         yield process
     finally:
-        with trio.move_on_after(TERM_GRACE + 2 * KILL_GRACE, shield=True):
+        with trio.move_on_after(TERM_GRACE + 2 * KILL_GRACE_S, shield=True):
             await _end(process)
 
 
@@ -294,11 +296,11 @@ def group_members(group: int) -> list[int]:
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and _group_of(entry) == group
+        if entry.name.isdigit() and _process_group(entry) == group
     ]
 
 
-def _group_of(entry: Path) -> int | None:
+def _process_group(entry: Path) -> int | None:
     try:
         after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -308,22 +310,22 @@ def _group_of(entry: Path) -> int | None:
 
 
 async def _end(process: trio.Process) -> None:
-    """TERM, wait, KILL, wait. The leader is reaped last, so that its id, the group's name, is not reused
-    meanwhile.
+    """End the group: TERM, wait, KILL, wait. The leader is reaped last, because its id is also the id of the
+    group and must not be reused meanwhile.
     """
-    for order, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, KILL_GRACE)):
-        if not _signal(process.pid, order):
+    for order, grace in ((signal.SIGTERM, TERM_GRACE), (signal.SIGKILL, KILL_GRACE_S)):
+        if not _signal_group(process.pid, order):
             break
         with trio.move_on_after(grace):
-            await _wait_gone(process)
-    with trio.move_on_after(KILL_GRACE):
+            await _wait_until_gone(process)
+    with trio.move_on_after(KILL_GRACE_S):
         await process.wait()
     if remaining := group_members(process.pid):
         _log.error("processes %s outlived SIGKILL", remaining)
 
 
-def _signal(group: int, order: signal.Signals) -> bool:
-    """Signal the group; whether there was any process to signal."""
+def _signal_group(group: int, order: signal.Signals) -> bool:
+    """Send a signal to the group. Returns whether it had any process."""
     if not group_members(group):
         return False
     with suppress(ProcessLookupError):
@@ -331,7 +333,7 @@ def _signal(group: int, order: signal.Signals) -> bool:
     return True
 
 
-async def _wait_gone(process: trio.Process) -> None:
-    # The kernel reports the end of our child, but of its children to nobody: they are polled.
+async def _wait_until_gone(process: trio.Process) -> None:
+    # The kernel reports the end of our own child, but not of that child's children, so the group is polled.
     while group_members(process.pid):  # noqa: ASYNC110
         await trio.sleep(POLL)

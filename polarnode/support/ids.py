@@ -7,5 +7,5 @@ ID_BYTES: Final = 8  # 64 random bits, so that ids never collide
 
 
 def new_id() -> str:
-    """An id that nothing has yet, such as a session's."""
+    """A new random id, for example of a session."""
     return secrets.token_hex(ID_BYTES)

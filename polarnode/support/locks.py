@@ -1,7 +1,7 @@
-"""Locks of files between processes, by flock: the kernel gives one back however its holder dies.
+"""Locks of files between processes, by flock: the kernel frees a lock however its holder dies.
 
-Invariant: a look at a lock takes it for an instant, shared, so that two looks do not see each other. Whoever
-takes a lock for good therefore tries for a moment.
+Invariant: a process that only checks a lock holds it for an instant, as a shared lock, so that two checks do
+not disturb each other. A process that wants to take the lock should therefore try for a moment (`wait_s`).
 """
 
 import fcntl
@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
-RETRY_S: Final = 0.02  # between tries: a look at a lock lasts microseconds
+RETRY_S: Final = 0.02  # between tries: a check of a lock lasts microseconds
 
 
 def take_lock(path: Path, *, wait_s: float = 0.0) -> IO[str] | None:
-    """The file, made if need be and private, locked until it is closed; None where another process holds it
-    for `wait_s` seconds. Blocks. Raises OSError.
+    """Lock a file until it is closed, and return it; a missing file is made, for its user alone. Returns None
+    if another process still holds the lock after `wait_s` seconds. Blocks. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     file = open(descriptor, "r+", encoding="utf-8")  # noqa: SIM115 - it is the lock
@@ -31,8 +31,8 @@ def take_lock(path: Path, *, wait_s: float = 0.0) -> IO[str] | None:
             time.sleep(RETRY_S)
 
 
-def lock_held(path: Path) -> bool:
-    """Whether a process holds the lock of a file. False where there is no file that can be read."""
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file. False if there is no file that can be read."""
     try:
         file = path.open("rb")
     except OSError:

@@ -1,11 +1,11 @@
 """A node's own measurements: how late its event loop is, its descriptor limit, and its counters.
 
-`LoopLag` measures how much a sleeping task oversleeps: every session waits for each step of the loop, so this
-one figure tells whether the node is overloaded. It costs a wake-up each TICK_S and a few kilobytes.
+`LoopLag` measures how much too late a sleeping task wakes up. Every session waits for each step of the loop,
+so this one number tells whether the node is overloaded. It costs a wake-up each TICK_S and a few kilobytes.
 
-`NodeCounters` counts what sessions did since the node started. Invariants: counting is an increment in a
-dictionary, on the path of every turn, and nothing else; every label has a fixed set of values, because each
-combination is kept forever, and a value outside its set is counted as `other`.
+`NodeCounters` counts what sessions did since the node started. Invariants: counting is nothing but an
+increment in a dictionary, because it is on the path of every turn. Every label has a fixed set of values,
+because each combination is kept forever; a value outside its set is counted as `other`.
 """
 
 import resource
@@ -21,21 +21,21 @@ import trio
 from attrs import define, field, fields, frozen
 
 from polarnode.core.trajectory import Outcome, Status, Trajectory, Turn, TurnRole, left_out_by_reason
-from polarnode.groups.group import EARLY_STOP, STALE, Member
+from polarnode.groups.group import EARLY_STOP_REASON, STALE_REASON, Member
 from polarnode.merge import figures
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
 
 # ── event loop lag ────────────────────────────────────────────────────────────
 
-# 20 samples a second: a step of 50 ms is always seen, and sampling takes 0.1 % of a core
+# With 20 samples a second a step of 50 ms is always seen, and sampling takes 0.1 % of a core.
 TICK_S: Final = 0.05
-KEPT: Final = 1200  # samples, one minute: a longer window hides the current state
+KEPT: Final = 1200  # samples, one minute; a longer window would hide the current state
 
 
 @frozen(kw_only=True)
 class LagStatistics:
-    """Seconds the loop was late within the last minute: median, 99th percentile and maximum."""
+    """How late the loop was within the last minute, in seconds: median, 99th percentile and maximum."""
 
     p50: float = 0.0
     p99: float = 0.0
@@ -44,7 +44,7 @@ class LagStatistics:
 
 @define(eq=False)
 class LoopLag:
-    """The latest measurements, as a ring."""
+    """The latest measurements of how late the loop was, in a ring."""
 
     _late: "array[float]" = field(factory=lambda: array("d"))
     _next: int = 0
@@ -58,7 +58,7 @@ class LoopLag:
             self._next = (self._next + 1) % KEPT
 
     def statistics(self) -> LagStatistics:
-        """Over the last minute; zeros before the first measurement."""
+        """The statistics of the last minute; zeros before the first measurement."""
         late = sorted(self._late)
         if not late:
             return LagStatistics()
@@ -69,7 +69,7 @@ class LoopLag:
 
 @asynccontextmanager
 async def open_loop_lag() -> AsyncIterator[LoopLag]:
-    """Measure the loop for as long as the block."""
+    """Measure how late the loop is for as long as the block runs."""
     lag = LoopLag()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_look, lag)
@@ -88,8 +88,7 @@ async def _look(lag: LoopLag) -> None:
 
 
 def lift_descriptor_limit() -> int:
-    """Raise the soft limit on open files to the hard one, for this process and those it starts, and return
-    it.
+    """Raise the soft limit on open files to the hard limit, for this process and its children, and return it.
 
     The usual soft limit of 1,024 is for programs that use select(). A node's container takes seven
     descriptors, its model endpoint up to 256 connections, its proxy 64 times two; without descriptors a node
@@ -103,12 +102,13 @@ def lift_descriptor_limit() -> int:
 # ── counters ──────────────────────────────────────────────────────────────────
 
 OTHER: Final = "other"
-# upper bounds in seconds: at once; within a keep-alive; within what clients wait for a whole answer
-WAITS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0)
-# upper bounds in seconds of turns and sessions: from a first token to hours
-DURATIONS: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
-# Why built-in builders leave turns out, and whose fault it is where there are no traces; a plug-in's builder
-# may give any reason.
+# Upper bounds in seconds. They range from an answer at once, through the interval of keep-alives, to the time
+# that clients wait for a whole answer.
+WAIT_BOUNDS_S: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0)
+# Upper bounds in seconds for turns and sessions: from the time to a first token up to hours.
+DURATION_BOUNDS_S: Final = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
+# The reasons for which built-in builders leave turns out, and whose fault it is if there are no traces. The
+# builder of a plug-in may give any reason.
 LEFT_OUT: Final = frozenset(
     (
         *("failed", "empty", "superseded", "partial", "length", "oversize", *get_args(TurnRole)),
@@ -131,55 +131,61 @@ LEFT_OUT: Final = frozenset(
 
 
 @define
-class Durations:
-    """A histogram of seconds: how often, by the place in DURATIONS of the first bound that is not exceeded,
-    and their sum.
+class DurationHistogram:
+    """A histogram of durations in seconds, and their sum. The key of a count is the index in DURATIONS of the
+    first bound that is not exceeded.
     """
 
     counts: "Counter[int]" = field(factory=Counter)
     total: float = 0.0
 
     def note(self, seconds: float) -> None:
-        self.counts[bisect_left(DURATIONS, seconds)] += 1
+        self.counts[bisect_left(DURATION_BOUNDS_S, seconds)] += 1
         self.total += seconds
 
-    def __copy__(self) -> "Durations":
-        return Durations(copy(self.counts), self.total)
+    def __copy__(self) -> "DurationHistogram":
+        return DurationHistogram(copy(self.counts), self.total)
 
 
 @define(eq=False)
 class NodeCounters:
-    """Counts by label, one for each node; sessions count into their node's."""
+    """The counters of one node, by label; all its sessions count here."""
 
-    # provider, kind, reason, role, state
+    # The key is (provider, kind, reason, role, state).
     turns: "Counter[tuple[str, str, str, str, str]]" = field(factory=Counter)
     sampled_tokens: "Counter[str]" = field(factory=Counter)  # by role
-    prompt_tokens: "Counter[str]" = field(factory=Counter)  # reused: the extended turn had them; new
-    notes: "Counter[str]" = field(factory=Counter)  # by the word they begin with
+    # Prompt tokens are "reused" if the extended turn had them, else "new".
+    prompt_tokens: "Counter[str]" = field(factory=Counter)
+    notes: "Counter[str]" = field(factory=Counter)  # by their first word
     malformed_calls: int = 0
     refusals: "Counter[str]" = field(factory=Counter)  # by the fault's kind
-    # samples by the seconds until the engine took them: the place in WAITS of the first bound that is not
-    # exceeded, and the sum
+    # A histogram of the seconds until the engine took a sample, and their sum. The key of a count is the
+    # index in WAITS of the first bound that is not exceeded.
     waits: "Counter[int]" = field(factory=Counter)
     waited_s: float = 0.0
-    sessions: "Counter[str]" = field(factory=Counter)  # ended, by status; not those that lost their place
-    # sessions that lost their place to a fresh one, by whose fault
+    # Sessions that ended, by status, without those in `replaced`.
+    sessions: "Counter[str]" = field(factory=Counter)
+    # Sessions that lost their place to a fresh session, by whose fault it was.
     replaced: "Counter[str]" = field(factory=Counter)
-    turn_s: Durations = field(factory=Durations)
-    first_token_s: Durations = field(factory=Durations)  # of a turn, from its request
-    session_s: Durations = field(factory=Durations)  # without the wait for a run slot
-    ready_s: Durations = field(factory=Durations)  # that wait
+    turn_s: DurationHistogram = field(factory=DurationHistogram)
+    first_token_s: DurationHistogram = field(
+        factory=DurationHistogram
+    )  # from a turn's request to its first token
+    session_s: DurationHistogram = field(
+        factory=DurationHistogram
+    )  # of a whole session, without its wait for a run slot
+    ready_s: DurationHistogram = field(factory=DurationHistogram)  # the wait for a run slot
     traces: int = 0
     trainable_tokens: int = 0
     left_out_turns: "Counter[str]" = field(factory=Counter)  # by reason
     left_out_tokens: "Counter[str]" = field(factory=Counter)
-    groups: "Counter[str]" = field(factory=Counter)  # over, by state
-    stopped_early: int = 0  # sessions that were ended, or not begun, because their group had enough
-    # sessions further behind than their task wants, by what it does with them
+    groups: "Counter[str]" = field(factory=Counter)  # groups that are over, by state
+    stopped_early: int = 0  # sessions ended, or never begun, because their group had enough
+    # Sessions whose weights are older than their task wants, by what the task does with them.
     stale: "Counter[str]" = field(factory=Counter)
-    snapshots: int = 0  # taken, those removed since too
-    snapshot_bytes: int = 0  # of content
-    snapshot_s: float = 0.0  # that calls were held for them, those not taken too
+    snapshots: int = 0  # snapshots taken, including those removed since
+    snapshot_bytes: int = 0  # bytes of their content
+    snapshot_s: float = 0.0  # seconds that calls were held for snapshots, including those that were not taken
 
     def copied(self) -> "NodeCounters":
         """The current numbers, for a reader in another thread."""
@@ -205,18 +211,18 @@ class NodeCounters:
 
     def waited(self, seconds: float) -> None:
         """Count the time until the engine took a sample."""
-        self.waits[bisect_left(WAITS, seconds)] += 1
+        self.waits[bisect_left(WAIT_BOUNDS_S, seconds)] += 1
         self.waited_s += seconds
 
     def lost(self, outcome: Outcome) -> None:
-        """Count a session that lost its place to a fresh one. Its rows are not published, and not counted."""
+        """Count a session that lost its place to a fresh one. Its rows are neither published nor counted."""
         self.replaced[outcome.boundary or OTHER] += 1
 
     def place(self, member: Member) -> None:
         """Count a finished place of a group."""
-        self.stopped_early += member.why == EARLY_STOP
-        # not one that is unusable for another reason
-        if member.stale and (member.usable or str(member.why).startswith(STALE)):
+        self.stopped_early += member.why == EARLY_STOP_REASON
+        # A session that is unusable for another reason is not counted.
+        if member.stale and (member.usable or str(member.why).startswith(STALE_REASON)):
             self.stale["mark" if member.usable else "drop"] += 1
 
     def snapshot(self, size: int) -> None:

@@ -1,10 +1,10 @@
-"""Who enters a full stage next: a line by priority, by cohort and by age.
+"""The order in which waiters enter a full stage: by priority, by cohort and by age.
 
-Pure, no clock. The next one is of the highest priority that waits; then of a cohort of which somebody has
-entered before; then of the oldest cohort; then the one that came first. So the members of a cohort go one
-after another, and all of one that has begun go before another begins: the samples of a group end together,
-and the last session of a training step is not one that was left behind at a gate. Nobody waits for ever
-within a priority: cohorts begin in order of age, and those that have begun have only so many members.
+This module is pure and reads no clock. The next waiter has the highest priority; among those, it is of a
+cohort of which a member has entered before; then of the oldest cohort; then it is the one that came first. So
+all members of a cohort that has begun enter before another cohort begins: the samples of a group end
+together, and a training step does not wait for one session that was left behind. Within a priority nobody
+waits forever, because cohorts begin in order of age and each has a limited number of members.
 """
 
 import heapq
@@ -17,37 +17,38 @@ from attrs import define, field
 
 Waiter = TypeVar("Waiter", bound=Hashable)
 
-_ages: Final = count()
-SPARE: Final = 64  # entries of a heap for nobody that are not worth making it again: 8 KB
+_age_counter: Final = count()
+SPARE: Final = 64  # stale heap entries that do not yet justify a rebuild: 8 KB
 
 
 @define(eq=False)
-class Cohort:
-    """Those that should pass a stage together, as the sessions of a group. The one with the smaller `age` is
-    older. A stage forgets that it has begun when nobody holds it any more.
+class EntryCohort:
+    """Waiters that should pass a stage together, such as the sessions of a group. The cohort with the smaller
+    `age` is older. A stage forgets that a cohort has begun when nothing refers to the cohort any more.
     """
 
-    age: int = field(factory=lambda: next(_ages), init=False)
+    age: int = field(factory=lambda: next(_age_counter), init=False)
 
 
 @define(eq=False)
 class WaitingLine(Generic[Waiter]):
     """The waiters of one stage. Every step is O(log waiters)."""
 
-    # by cohort and priority; a dict keeps the order of arrival and forgets anyone at once
-    _waiting: dict[Cohort, dict[int, dict[Waiter, None]]] = field(factory=dict, init=False)
-    _places: dict[Waiter, tuple[int, Cohort]] = field(factory=dict, init=False)
-    # (-priority, not begun, age, cohort): an entry as it is now for each priority at which a cohort
-    # waits, and some of before
-    _heap: list[tuple[int, bool, int, Cohort]] = field(factory=list, init=False)
-    _most: int = field(default=SPARE, init=False)  # entries of the heap before it is made again
-    _begun: "WeakSet[Cohort]" = field(factory=WeakSet, init=False)
+    # The waiters by cohort and priority. A dict keeps the order of arrival and removes any waiter in one
+    # step.
+    _waiting: dict[EntryCohort, dict[int, dict[Waiter, None]]] = field(factory=dict, init=False)
+    _places: dict[Waiter, tuple[int, EntryCohort]] = field(factory=dict, init=False)
+    # Entries are (-priority, not begun, age, cohort). There is a current entry for each priority at which a
+    # cohort waits, and there may be outdated ones.
+    _heap: list[tuple[int, bool, int, EntryCohort]] = field(factory=list, init=False)
+    _most: int = field(default=SPARE, init=False)  # entries of the heap before it is rebuilt
+    _begun: "WeakSet[EntryCohort]" = field(factory=WeakSet, init=False)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, waiter: Waiter, *, priority: int, cohort: Cohort) -> None:
-        """Let somebody wait, behind those of the same cohort and priority."""
+    def add(self, waiter: Waiter, *, priority: int, cohort: EntryCohort) -> None:
+        """Add a waiter behind those of the same cohort and priority."""
         self._places[waiter] = (priority, cohort)
         queues = self._waiting.setdefault(cohort, {})
         if priority not in queues:
@@ -56,7 +57,7 @@ class WaitingLine(Generic[Waiter]):
         queues[priority][waiter] = None
 
     def discard(self, waiter: Waiter) -> bool:
-        """Forget somebody who gave up. False where nobody of this name waits."""
+        """Remove a waiter that gave up. Returns False if it is not waiting."""
         place = self._places.pop(waiter, None)
         if place is None:
             return False
@@ -68,11 +69,11 @@ class WaitingLine(Generic[Waiter]):
         if not queues:
             del self._waiting[cohort]
         if not self._places:
-            self._heap.clear()  # or its entries would keep cohorts that are over
+            self._heap.clear()  # otherwise its entries would keep cohorts that are over in memory
         return True
 
     def first(self) -> Waiter:
-        """The next to enter, who goes on waiting. Raises IndexError when nobody waits."""
+        """The next waiter to enter, who stays in the line. Raises IndexError if nobody waits."""
         while True:
             priority, unbegun, _, cohort = self._heap[0]
             queue = self._waiting.get(cohort, {}).get(-priority)
@@ -81,28 +82,28 @@ class WaitingLine(Generic[Waiter]):
             heapq.heappop(self._heap)
 
     def pop(self) -> Waiter:
-        """The next to enter, who waits no more. Raises IndexError when nobody waits."""
+        """Remove the next waiter to enter from the line, and return it. Raises IndexError if nobody waits."""
         waiter = self.first()
         _, cohort = self._places[waiter]
         self.discard(waiter)
         self.begin(cohort)
         return waiter
 
-    def begin(self, cohort: Cohort) -> None:
-        """Somebody of this cohort has entered: the others of it go before cohorts that have not begun."""
+    def begin(self, cohort: EntryCohort) -> None:
+        """Note that a member of this cohort has entered: its others go before cohorts that have not begun."""
         if cohort in self._begun:
             return
         self._begun.add(cohort)
         for priority in self._waiting.get(cohort, ()):
             self._list(priority, cohort)
 
-    def _list(self, priority: int, cohort: Cohort) -> None:
-        if len(self._heap) > self._most:  # many gave up in the middle of the line
+    def _list(self, priority: int, cohort: EntryCohort) -> None:
+        if len(self._heap) > self._most:  # many waiters gave up in the middle of the line
             listed = [(each, one) for one, queues in self._waiting.items() for each in queues]
             self._heap = [self._entry(*each) for each in listed]
             heapq.heapify(self._heap)
             self._most = 2 * len(self._heap) + SPARE
         heapq.heappush(self._heap, self._entry(priority, cohort))
 
-    def _entry(self, priority: int, cohort: Cohort) -> tuple[int, bool, int, Cohort]:
+    def _entry(self, priority: int, cohort: EntryCohort) -> tuple[int, bool, int, EntryCohort]:
         return -priority, cohort not in self._begun, cohort.age, cohort

@@ -19,25 +19,25 @@ from attrs import evolve, field, frozen
 
 from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
 from polarnode.core.errors import ModelError, Refused
-from polarnode.tokens.rendering import AnsweredTurn, Renderer
+from polarnode.tokens.rendering import AnsweredTurn, TemplateRenderer
 
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────
 
 Kind = Literal["tools", "calls", "tool", "late system", "two systems"]
 
-_NAME, _SAID, _VALUE, _LATER = "qzprobe", "Qzsaid", "Qzvalue", "Qzlater"
+_NAME, _PROBE_TEXT, _PROBE_VALUE, _LATER_TEXT = "qzprobe", "Qzsaid", "Qzvalue", "Qzlater"
 _PROBE_TOOL: Final = Tool(
     name=_NAME,
-    description=_SAID,
-    parameters={"type": "object", "properties": {"a": {"type": "string", "description": _VALUE}}},
+    description=_PROBE_TEXT,
+    parameters={"type": "object", "properties": {"a": {"type": "string", "description": _PROBE_VALUE}}},
 )
-_PROBE_CALL: Final = ToolCall(id="c0", name=_NAME, arguments=f'{{"a": "{_VALUE}"}}')
-_ASK: Final = Message(role="user", text="first")
+_PROBE_CALL: Final = ToolCall(id="c0", name=_NAME, arguments=f'{{"a": "{_PROBE_VALUE}"}}')
+_PROBE_QUESTION: Final = Message(role="user", text="first")
 _PROBE_ANSWER: Final = Message(role="assistant", text="Qzanswer")
-_CALLING: Final = Message(role="assistant", calls=(_PROBE_CALL,))
-_RESULT: Final = Message(role="tool", text=_SAID, call_id="c0")
-_SYSTEM: Final = Message(role="system", text=_SAID)
-_WHAT: Final[Mapping[Kind, str]] = {
+_PROBE_CALLING: Final = Message(role="assistant", calls=(_PROBE_CALL,))
+_RESULT: Final = Message(role="tool", text=_PROBE_TEXT, call_id="c0")
+_PROBE_SYSTEM: Final = Message(role="system", text=_PROBE_TEXT)
+_FAULT_SENTENCES: Final[Mapping[Kind, str]] = {
     "tools": "does not show tools",
     "calls": "does not show calls of tools",
     "tool": "does not show results of tools",
@@ -46,10 +46,10 @@ _WHAT: Final[Mapping[Kind, str]] = {
 }
 
 
-_SO: Final = "this model's chat template has no place for it, so the model sees"
-_OTHERWISE: Final[Mapping[Kind, str]] = {
-    "late system": f"system message behind the head: {_SO} a user's message there",
-    "two systems": f"second system message at the head: {_SO} both as one",
+_NO_PLACE: Final = "this model's chat template has no place for it, so the model sees"
+_OTHERWISE_NOTES: Final[Mapping[Kind, str]] = {
+    "late system": f"system message behind the head: {_NO_PLACE} a user's message there",
+    "two systems": f"second system message at the head: {_NO_PLACE} both as one",
 }
 
 
@@ -63,12 +63,12 @@ class Limits:
     otherwise: Mapping[Kind, str] = field(factory=dict)
 
     @classmethod
-    def of(cls, renderer: Renderer) -> "Limits":
+    def of(cls, renderer: TemplateRenderer) -> "Limits":
         """Probe a template, except for what the family's row already refuses."""
         found: dict[Kind, str] = {}
         for kind, probe in _PROBES.items():
             why = renderer.family.refuses.get(kind)
-            fault = why if why is not None else _fault(kind, probe, renderer)
+            fault = why if why is not None else _probe_fault(kind, probe, renderer)
             if fault is not None:
                 found[kind] = (
                     f"this model's chat template {fault}: put a template into the model's folder that does,"
@@ -76,8 +76,8 @@ class Limits:
                 )
         instead = {
             kind: note
-            for kind, note in _OTHERWISE.items()
-            if kind in found and _fault(kind, _SHOWN_SO[kind], renderer) is None
+            for kind, note in _OTHERWISE_NOTES.items()
+            if kind in found and _probe_fault(kind, _OTHERWISE_PROBES[kind], renderer) is None
         }
         return cls(found, instead)
 
@@ -141,62 +141,67 @@ def _head(messages: Sequence[Message], *, follows: bool) -> int:
     )
 
 
-def _fault(kind: Kind, probe: Callable[[Renderer], bool], renderer: Renderer) -> str | None:
+def _probe_fault(
+    kind: Kind, probe: Callable[[TemplateRenderer], bool], renderer: TemplateRenderer
+) -> str | None:
     try:
-        return None if probe(renderer) else _WHAT[kind]
+        return None if probe(renderer) else _FAULT_SENTENCES[kind]
     except (Refused, ModelError):  # The template refuses it, leaves the text out, or fails.
-        return _WHAT[kind]
+        return _FAULT_SENTENCES[kind]
 
 
-def _text(renderer: Renderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
+def _text(renderer: TemplateRenderer, *messages: Message, tools: tuple[Tool, ...] = ()) -> str:
     return renderer.whole(Conversation(messages=messages, tools=tools)).text
 
 
-def _tools(renderer: Renderer) -> bool:
-    return _NAME in _text(renderer, _ASK, tools=(_PROBE_TOOL,))
+def _tools(renderer: TemplateRenderer) -> bool:
+    return _NAME in _text(renderer, _PROBE_QUESTION, tools=(_PROBE_TOOL,))
 
 
-def _calls(renderer: Renderer) -> bool:
-    return _VALUE in _text(renderer, _ASK, _CALLING, _ASK)
+def _calls(renderer: TemplateRenderer) -> bool:
+    return _PROBE_VALUE in _text(renderer, _PROBE_QUESTION, _PROBE_CALLING, _PROBE_QUESTION)
 
 
-def _tool(renderer: Renderer) -> bool:
+def _tool(renderer: TemplateRenderer) -> bool:
     return (
-        _SAID
+        _PROBE_TEXT
         in renderer.following((_RESULT,), answered=AnsweredTurn(calls=(_PROBE_CALL,)), thinking=None).text
     )
 
 
-def _late(renderer: Renderer, message: Message = _SYSTEM) -> bool:
-    text = _text(renderer, _ASK, _PROBE_ANSWER, message, Message(role="user", text=_LATER))
+def _late(renderer: TemplateRenderer, message: Message = _PROBE_SYSTEM) -> bool:
+    text = _text(renderer, _PROBE_QUESTION, _PROBE_ANSWER, message, Message(role="user", text=_LATER_TEXT))
     after = renderer.following((message,), answered=AnsweredTurn(), thinking=None).text
-    return text.index(_PROBE_ANSWER.text) < text.index(_SAID) < text.index(_LATER) and _SAID in after
+    return (
+        text.index(_PROBE_ANSWER.text) < text.index(_PROBE_TEXT) < text.index(_LATER_TEXT)
+        and _PROBE_TEXT in after
+    )
 
 
-def _late_as_users(renderer: Renderer) -> bool:
-    return _late(renderer, evolve(_SYSTEM, role="user"))
+def _keeps_late_user(renderer: TemplateRenderer) -> bool:
+    return _late(renderer, evolve(_PROBE_SYSTEM, role="user"))
 
 
-def _two(renderer: Renderer) -> bool:
-    text = _text(renderer, _SYSTEM, Message(role="system", text=_LATER), _ASK)
-    return text.index(_SAID) < text.index(_LATER)
+def _keeps_two_systems(renderer: TemplateRenderer) -> bool:
+    text = _text(renderer, _PROBE_SYSTEM, Message(role="system", text=_LATER_TEXT), _PROBE_QUESTION)
+    return text.index(_PROBE_TEXT) < text.index(_LATER_TEXT)
 
 
-def _two_as_one(renderer: Renderer) -> bool:
-    text = _text(renderer, Message(role="system", text=f"{_SAID}\n\n{_LATER}"), _ASK)
-    return text.index(_SAID) < text.index(_LATER)
+def _keeps_joined_systems(renderer: TemplateRenderer) -> bool:
+    text = _text(renderer, Message(role="system", text=f"{_PROBE_TEXT}\n\n{_LATER_TEXT}"), _PROBE_QUESTION)
+    return text.index(_PROBE_TEXT) < text.index(_LATER_TEXT)
 
 
-_PROBES: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
+_PROBES: Final[Mapping[Kind, Callable[[TemplateRenderer], bool]]] = {
     "tools": _tools,
     "calls": _calls,
     "tool": _tool,
     "late system": _late,
-    "two systems": _two,
+    "two systems": _keeps_two_systems,
 }
-_SHOWN_SO: Final[Mapping[Kind, Callable[[Renderer], bool]]] = {
-    "late system": _late_as_users,
-    "two systems": _two_as_one,
+_OTHERWISE_PROBES: Final[Mapping[Kind, Callable[[TemplateRenderer], bool]]] = {
+    "late system": _keeps_late_user,
+    "two systems": _keeps_joined_systems,
 }
 
 
@@ -206,53 +211,62 @@ _ANSWER: Final = "ANSWER"
 _THOUGHT: Final = "THOUGHT"
 # The number of messages rendered at either end. A render of twice as many takes 1 ms, and the event loop
 # waits for a dozen renders.
-_EDGE: Final = 32
-_TOOL: Final = Tool(
+_EDGE_MESSAGES: Final = 32
+_CASE_TOOL: Final = Tool(
     name="look", description="Look.", parameters={"type": "object", "properties": {"a": {"type": "string"}}}
 )
-_OTHER: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
+_OTHER_CALL: Final = ToolCall(id="c2", name="look", arguments='{"a": "y"}')
 # This is the last call of its turn, so the text after its arguments follows the turn.
 _CALL: Final = ToolCall(id="c1", name="look", arguments=f'{{"a": "{_ANSWER}"}}')
-_RESULTS: Final = tuple(
-    Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER))
+_CASE_RESULTS: Final = tuple(
+    Message(role="tool", text=text, call_id=call.id) for text, call in (("r1", _CALL), ("r2", _OTHER_CALL))
 )
-_CASES: Final[dict[str, tuple[tuple[ToolCall, ...], tuple[Message, ...]]]] = {
-    "tool": ((_CALL,), _RESULTS[:1]),
-    "two tool": ((_OTHER, _CALL), _RESULTS[::-1]),
-    "tool and user": ((_CALL,), (*_RESULTS[:1], Message(role="user", text="q"))),
+_AUDIT_CASES: Final[dict[str, tuple[tuple[ToolCall, ...], tuple[Message, ...]]]] = {
+    "tool": ((_CALL,), _CASE_RESULTS[:1]),
+    "two tool": ((_OTHER_CALL, _CALL), _CASE_RESULTS[::-1]),
+    "tool and user": ((_CALL,), (*_CASE_RESULTS[:1], Message(role="user", text="q"))),
     "user": ((), (Message(role="user", text="q"),)),
     "system": ((), (Message(role="system", text="s"),)),
     "no": ((), ()),
 }
-_FIRST: Final = (Message(role="user", text="first"),)
-_EARLY: Final = Message(role="assistant", text="early", thinking=_THOUGHT)
-_HISTORIES: Final[tuple[tuple[Message, ...], ...]] = (
-    _FIRST,
-    (Message(role="system", text="be brief"), *_FIRST, _EARLY, Message(role="user", text="more")),
-    (*_FIRST, evolve(_EARLY, calls=(_OTHER,)), Message(role="tool", text="r0", call_id="c2")),
+_FIRST_QUESTION: Final = (Message(role="user", text="first"),)
+_EARLY_ANSWER: Final = Message(role="assistant", text="early", thinking=_THOUGHT)
+_AUDIT_HISTORIES: Final[tuple[tuple[Message, ...], ...]] = (
+    _FIRST_QUESTION,
+    (
+        Message(role="system", text="be brief"),
+        *_FIRST_QUESTION,
+        _EARLY_ANSWER,
+        Message(role="user", text="more"),
+    ),
+    (
+        *_FIRST_QUESTION,
+        evolve(_EARLY_ANSWER, calls=(_OTHER_CALL,)),
+        Message(role="tool", text="r0", call_id="c2"),
+    ),
 )
-_DROPPED: Final = (
+_DROPS_THINKING_NOTE: Final = (
     "the template leaves out earlier thinking; sampled thinking is kept all the same, because sampled tokens"
     " are never rendered again"
 )
 
 
-def audit(renderer: Renderer, limits: Limits) -> tuple[str, ...]:
+def audit(renderer: TemplateRenderer, limits: Limits) -> tuple[str, ...]:
     """Notes on a template. Raises ModelError if a turn's extension would differ from a full render."""
     notes = dict.fromkeys(limits.otherwise.get(kind, sentence) for kind, sentence in limits.sentences.items())
-    for name, thinking in product(_CASES, (None, True, False)):
-        calls, new = _CASES[name]
+    for name, thinking in product(_AUDIT_CASES, (None, True, False)):
+        calls, new = _AUDIT_CASES[name]
         if limits.allow((*new, Message(role="assistant", calls=calls)), follows=True):
-            notes |= dict.fromkeys(_differences(renderer, limits, name, thinking))
+            notes |= dict.fromkeys(_known_differences(renderer, limits, name, thinking))
     _check_text_survives(renderer, limits)
     if drops_thinking(renderer, (Message(role="user", text="q"),)):
-        notes[_DROPPED] = None
+        notes[_DROPS_THINKING_NOTE] = None
     return tuple(notes)
 
 
-def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
+def drops_thinking(renderer: TemplateRenderer, new: Sequence[Message]) -> bool:
     """Whether the template leaves out the thinking of earlier turns if messages of these roles follow."""
-    new = _few(new)
+    new = _few_messages(new)
     answer = Message(role="assistant", text="a", thinking=_THOUGHT + "2")
     if new and new[0].role == "tool":
         answer = evolve(answer, text="", calls=(_CALL,))
@@ -261,33 +275,37 @@ def drops_thinking(renderer: Renderer, new: Sequence[Message]) -> bool:
         for message in new
     ]
     cycle = (
-        evolve(_EARLY, text="", thinking=_THOUGHT + "1", calls=(_OTHER,)),
-        Message(role="tool", text="r0", call_id=_OTHER.id),
+        evolve(_EARLY_ANSWER, text="", thinking=_THOUGHT + "1", calls=(_OTHER_CALL,)),
+        Message(role="tool", text="r0", call_id=_OTHER_CALL.id),
     )
     for history in (cycle, ()):  # In a conversation without calls only the last turn can have a thought.
         try:
-            text = renderer.whole(Conversation(messages=(*_FIRST, *history, answer, *stand_ins))).text
+            text = renderer.whole(
+                Conversation(messages=(*_FIRST_QUESTION, *history, answer, *stand_ins))
+            ).text
         except Refused:
             continue
         return text.count(_THOUGHT) < (2 if history else 1)
     return False
 
 
-def _few(new: Sequence[Message]) -> Sequence[Message]:
+def _few_messages(new: Sequence[Message]) -> Sequence[Message]:
     """A few messages that stand for all of these, because templates look at the first and last ones and at
     roles.
     """
-    if len(new) <= 2 * _EDGE:
+    if len(new) <= 2 * _EDGE_MESSAGES:
         return new
-    first, between, last = new[:_EDGE], new[_EDGE:-_EDGE], new[-_EDGE:]
+    first, between, last = new[:_EDGE_MESSAGES], new[_EDGE_MESSAGES:-_EDGE_MESSAGES], new[-_EDGE_MESSAGES:]
     return (*first, *{message.role: message for message in between}.values(), *last)
 
 
-def _differences(renderer: Renderer, limits: Limits, name: str, thinking: bool | None) -> Iterator[str]:
+def _known_differences(
+    renderer: TemplateRenderer, limits: Limits, name: str, thinking: bool | None
+) -> Iterator[str]:
     """The known reasons why an extension differs from a full render. Raises ModelError for an unknown
     difference.
     """
-    calls, new = _CASES[name]
+    calls, new = _AUDIT_CASES[name]
     try:
         for conversation in _conversations(limits, calls, new, thinking):
             expected, found = _shown(renderer, conversation, new), _rendered(renderer, conversation)
@@ -301,13 +319,15 @@ def _conversations(
     limits: Limits, calls: tuple[ToolCall, ...], new: tuple[Message, ...], thinking: bool | None
 ) -> Iterator[Conversation]:
     """The same new messages after histories that differ in everything on which a template could depend."""
-    for history, thought, tools in product(_HISTORIES, ("", _THOUGHT), ((), (_TOOL,))):
+    for history, thought, tools in product(_AUDIT_HISTORIES, ("", _THOUGHT), ((), (_CASE_TOOL,))):
         if limits.allow(history, tools):
             answer = Message(role="assistant", text="" if calls else _ANSWER, calls=calls, thinking=thought)
             yield Conversation(messages=(*history, answer, *new), tools=tools, thinking=thinking)
 
 
-def _shown(renderer: Renderer, conversation: Conversation, new: tuple[Message, ...]) -> tuple[str, str]:
+def _shown(
+    renderer: TemplateRenderer, conversation: Conversation, new: tuple[Message, ...]
+) -> tuple[str, str]:
     before = conversation.messages[: len(conversation.messages) - len(new)]
     answered = AnsweredTurn(
         calls=before[-1].calls, calls_before=sum(len(message.calls) for message in before[:-1])
@@ -316,13 +336,13 @@ def _shown(renderer: Renderer, conversation: Conversation, new: tuple[Message, .
     return rendered.ended, rendered.guard.show(rendered.text)
 
 
-def _rendered(renderer: Renderer, conversation: Conversation) -> tuple[str, str]:
+def _rendered(renderer: TemplateRenderer, conversation: Conversation) -> tuple[str, str]:
     whole = renderer.whole(conversation)
     return renderer.after(_ANSWER, whole.guard.show(whole.text))
 
 
 def _known_difference(
-    renderer: Renderer, name: str, expected: tuple[str, str], found: tuple[str, str]
+    renderer: TemplateRenderer, name: str, expected: tuple[str, str], found: tuple[str, str]
 ) -> str:
     reason = renderer.family.known_differences.get(name)
     if reason is not None:
@@ -333,7 +353,7 @@ def _known_difference(
     )
 
 
-def _check_text_survives(renderer: Renderer, limits: Limits) -> None:
+def _check_text_survives(renderer: TemplateRenderer, limits: Limits) -> None:
     """Raise ModelError for a template that escapes or changes the guard's stand-ins, because the model would
     then see another text than the client's.
     """

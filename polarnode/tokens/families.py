@@ -63,7 +63,7 @@ class HarmonyMarks:
 
 
 @frozen(kw_only=True)
-class Manner:
+class TemplateManner:
     """How a family's template wants its messages.
 
     `arguments`: the object itself (a text that is no object is shown as one argument), either, or JSON text.
@@ -112,7 +112,7 @@ class Family:
     harmony: HarmonyMarks | None = None
     call_syntax: CallSyntax = "json"
     call_in_thought: CallInThought = "never"
-    manner: Manner = Manner()
+    manner: TemplateManner = TemplateManner()
     known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
 
@@ -146,7 +146,7 @@ class Family:
 # ── table of families ─────────────────────────────────────────────────────────────────────────────
 
 Pair = tuple[str, str]
-_EITHER: Final = Manner(arguments="either")
+_EITHER_MANNER: Final = TemplateManner(arguments="either")
 
 
 @frozen(kw_only=True)
@@ -176,21 +176,23 @@ class FamilyRow:
     harmony: Mapping[str, str] | None = None
     syntax: CallSyntax = "none"
     call_in_thought: CallInThought = "line"
-    manner: Manner = _EITHER
+    manner: TemplateManner = _EITHER_MANNER
     known_differences: Mapping[str, str] = field(factory=dict)
     refuses: Mapping[str, str] = field(factory=dict)
 
 
-_THINK: Final = ("<think>", "</think>")
-_HERMES: Final = ("<tool_call>", "</tool_call>")
-_IM: Final = "<|im_end|>\n<|im_start|>"
-_XML: Final = "<function=look>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>"
-_EOT: Final = "<|eot_id|><|start_header_id|>"
+_THINK_MARKS: Final = ("<think>", "</think>")
+_HERMES_MARKS: Final = ("<tool_call>", "</tool_call>")
+_IM_BOUNDARY: Final = "<|im_end|>\n<|im_start|>"
+_XML_CALL: Final = (
+    "<function=look>\n<parameter=b>\n1\n</parameter>\n<parameter=a>\nx\n</parameter>\n</function>"
+)
+_LLAMA_BOUNDARY: Final = "<|eot_id|><|start_header_id|>"
 _LLAMA: Final = ("<|start_header_id|>assistant<|end_header_id|>\n\n",)
 _SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-_SEP, _EOS, _USER = "<｜tool▁sep｜>", "<｜end▁of▁sentence｜>", "<｜User｜>y"
-_ASKED: Final = (
+_DEEPSEEK_SEPARATOR, _DEEPSEEK_TURN_END, _USER = "<｜tool▁sep｜>", "<｜end▁of▁sentence｜>", "<｜User｜>y"
+_DEEPSEEK_PROMPTS: Final = (
     "<｜Assistant｜>",
     "<｜Assistant｜><think>\n",
     "<｜Assistant｜><think>",
@@ -202,7 +204,7 @@ _ONE: Final = (
     "the template shows one call a message, so that several of one turn are shown one after another, each"
     " with its result"
 )
-_ONCE: Final = (
+_FIRST_CALLS_REASON: Final = (
     "the template opens the results of a conversation's first calls only; here those of every turn are opened"
 )
 
@@ -211,47 +213,49 @@ ROWS: Final = (
         # Qwen2.5, Qwen3, Qwen3 2507 instruct and thinking, polarnode-tiny. Qwen3-Coder and Qwen3.5 write
         # calls as XML.
         name="qwen3",
-        written=(f'<tool_call>\n{{"name": "look", "arguments": {_OBJECT}}}\n</tool_call>{_IM}user\n',),
-        prompts=(f"y{_IM}assistant\n", f"y{_IM}assistant\n<think>\n"),
+        written=(
+            f'<tool_call>\n{{"name": "look", "arguments": {_OBJECT}}}\n</tool_call>{_IM_BOUNDARY}user\n',
+        ),
+        prompts=(f"y{_IM_BOUNDARY}assistant\n", f"y{_IM_BOUNDARY}assistant\n<think>\n"),
         turn_end="<|im_end|>",
         turn_starts=("<|im_start|>",),
         stops=("<|endoftext|>",),
-        think=_THINK,
-        call=_HERMES,
+        think=_THINK_MARKS,
+        call=_HERMES_MARKS,
         syntax="json",
     ),
     FamilyRow(
         # Qwen3-Coder, Qwen3.5, Qwen3.6, and Nemotron 3 nano, super and ultra, whose calls end with a newline.
         name="qwen3_xml",
         written=(
-            f"<tool_call>\n{_XML}\n</tool_call>{_IM}user\n",
-            f"<tool_call>\n{_XML}\n</tool_call>\n{_IM}user\n",
+            f"<tool_call>\n{_XML_CALL}\n</tool_call>{_IM_BOUNDARY}user\n",
+            f"<tool_call>\n{_XML_CALL}\n</tool_call>\n{_IM_BOUNDARY}user\n",
         ),
         prompts=(
-            f"y{_IM}assistant\n",
-            f"y{_IM}assistant\n<think>\n",
-            f"y{_IM}assistant\n<think>\n\n</think>\n\n",
+            f"y{_IM_BOUNDARY}assistant\n",
+            f"y{_IM_BOUNDARY}assistant\n<think>\n",
+            f"y{_IM_BOUNDARY}assistant\n<think>\n\n</think>\n\n",
         ),
         turn_end="<|im_end|>",
         turn_starts=("<|im_start|>",),
         stops=("<|endoftext|>",),
-        think=_THINK,
-        call=_HERMES,
+        think=_THINK_MARKS,
+        call=_HERMES_MARKS,
         syntax="function_xml",
-        manner=Manner(),
+        manner=TemplateManner(),
     ),
     FamilyRow(
         name="chatml",  # SmolLM2 and other models with plain turns: no tool calls
-        written=(f"<|im_start|>assistant\n{_IM}user\ny",),
-        prompts=(f"y{_IM}assistant\n",),
+        written=(f"<|im_start|>assistant\n{_IM_BOUNDARY}user\ny",),
+        prompts=(f"y{_IM_BOUNDARY}assistant\n",),
         turn_end="<|im_end|>",
         turn_starts=("<|im_start|>",),
         stops=("<|endoftext|>",),
-        think=_THINK,
+        think=_THINK_MARKS,
     ),
     FamilyRow(
         name="llama3",  # Llama 3.1, 3.2, 3.3
-        written=(f'{{"name": "look", "parameters": {_OBJECT}}}{_EOT}user',),
+        written=(f'{{"name": "look", "parameters": {_OBJECT}}}{_LLAMA_BOUNDARY}user',),
         prompts=_LLAMA,
         turn_end="<|eot_id|>",
         ends=("<|eom_id|>",),
@@ -261,12 +265,12 @@ ROWS: Final = (
         # text.
         call=("<|python_tag|>", None),
         syntax="bare_json",
-        manner=Manner(arguments="either", text_apart=True, one_call=True),
+        manner=TemplateManner(arguments="either", text_apart=True, one_call=True),
         known_differences={"two tool": _ONE},
     ),
     FamilyRow(
         name="llama3_plain",  # the first Llama 3, whose template has no tools
-        written=(f"assistant<|end_header_id|>\n\n{_EOT}user",),
+        written=(f"assistant<|end_header_id|>\n\n{_LLAMA_BOUNDARY}user",),
         prompts=_LLAMA,
         turn_end="<|eot_id|>",
         turn_starts=("<|start_header_id|>",),
@@ -297,10 +301,10 @@ ROWS: Final = (
         turn_starts=("<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"),
         boundaries=("<|user|>", "<|observation|>"),
         stops=("<|endoftext|>",),
-        think=_THINK,
-        call=_HERMES,
+        think=_THINK_MARKS,
+        call=_HERMES_MARKS,
         syntax="arg_xml",
-        manner=Manner(),
+        manner=TemplateManner(),
     ),
     FamilyRow(
         # A turn consists of messages with headers of their own. In what the template writes, `<|end|>` ends a
@@ -329,7 +333,7 @@ ROWS: Final = (
             "end": "<|end|>",
         },
         syntax="harmony",
-        manner=Manner(arguments="either", thinking="thinking", text_apart=True, one_call=True),
+        manner=TemplateManner(arguments="either", thinking="thinking", text_apart=True, one_call=True),
         refuses={
             "several results": (
                 "shows a result under the name of the last call, so that several calls of one turn cannot be"
@@ -341,49 +345,55 @@ ROWS: Final = (
         name="deepseek",  # V3 and R1
         written=(
             (
-                f"{_SECTION[0]}{_CALL[0]}function{_SEP}look\n```json\n{_OBJECT}\n```"
-                f"{_CALL[1]}{_SECTION[1]}{_EOS}{_USER}"
+                f"{_SECTION[0]}{_CALL[0]}function{_DEEPSEEK_SEPARATOR}look\n```json\n{_OBJECT}\n```"
+                f"{_CALL[1]}{_SECTION[1]}{_DEEPSEEK_TURN_END}{_USER}"
             ),
         ),
-        prompts=_ASKED,
-        turn_end=_EOS,
+        prompts=_DEEPSEEK_PROMPTS,
+        turn_end=_DEEPSEEK_TURN_END,
         turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
         stops=(),
-        think=_THINK,
+        think=_THINK_MARKS,
         call=_CALL,
         section=_SECTION,
-        separator=_SEP,
+        separator=_DEEPSEEK_SEPARATOR,
         syntax="fenced",
         call_in_thought="never",
-        manner=Manner(arguments="text"),
-        known_differences={"tool": _ONCE, "two tool": _ONCE, "tool and user": _ONCE},
+        manner=TemplateManner(arguments="text"),
+        known_differences={
+            "tool": _FIRST_CALLS_REASON,
+            "two tool": _FIRST_CALLS_REASON,
+            "tool and user": _FIRST_CALLS_REASON,
+        },
     ),
     FamilyRow(
         name="deepseek_v3_1",
-        written=(f"{_SECTION[0]}{_CALL[0]}look{_SEP}{_OBJECT}{_CALL[1]}{_SECTION[1]}{_EOS}{_USER}",),
-        prompts=_ASKED,
-        turn_end=_EOS,
+        written=(
+            f"{_SECTION[0]}{_CALL[0]}look{_DEEPSEEK_SEPARATOR}{_OBJECT}{_CALL[1]}{_SECTION[1]}{_DEEPSEEK_TURN_END}{_USER}",
+        ),
+        prompts=_DEEPSEEK_PROMPTS,
+        turn_end=_DEEPSEEK_TURN_END,
         turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
         stops=(),
-        think=_THINK,
+        think=_THINK_MARKS,
         call=_CALL,
         section=_SECTION,
-        separator=_SEP,
+        separator=_DEEPSEEK_SEPARATOR,
         syntax="separated",
         call_in_thought="never",
-        manner=Manner(arguments="text"),
+        manner=TemplateManner(arguments="text"),
     ),
     FamilyRow(
         # Also V3 and R1 as first published. Their template shows calls only beside no text at all, and never
         # ends a single call.
         name="deepseek_r1_distill",
-        written=(f"<｜Assistant｜>{_EOS}{_USER}",),
-        prompts=_ASKED,
-        turn_end=_EOS,
+        written=(f"<｜Assistant｜>{_DEEPSEEK_TURN_END}{_USER}",),
+        prompts=_DEEPSEEK_PROMPTS,
+        turn_end=_DEEPSEEK_TURN_END,
         turn_starts=("<｜User｜>", "<｜Assistant｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
         stops=(),
-        think=_THINK,
-        manner=Manner(arguments="text"),
+        think=_THINK_MARKS,
+        manner=TemplateManner(arguments="text"),
         refuses={"tool": "does not end the calls that a result answers"},
     ),
     FamilyRow(
@@ -402,13 +412,13 @@ ROWS: Final = (
         turn_end="<|im_end|>",
         turn_starts=("<|im_user|>", "<|im_assistant|>", "<|im_system|>"),
         stops=("[EOS]",),
-        think=_THINK,
+        think=_THINK_MARKS,
         call=("<|tool_call_begin|>", "<|tool_call_end|>"),
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         separator="<|tool_call_argument_begin|>",
         syntax="numbered",
         call_in_thought="anywhere",
-        manner=Manner(arguments="either", model_call_ids=True),
+        manner=TemplateManner(arguments="either", model_call_ids=True),
     ),
     FamilyRow(
         name="minimax_m2",
@@ -422,10 +432,10 @@ ROWS: Final = (
         turn_end="[e~[",
         turn_starts=("]~b]",),
         stops=(),
-        think=_THINK,
+        think=_THINK_MARKS,
         call=("<minimax:tool_call>", "</minimax:tool_call>"),
         syntax="invoke_xml",
-        manner=Manner(),
+        manner=TemplateManner(),
     ),
     FamilyRow(
         name="gemma3",
@@ -449,7 +459,7 @@ ROWS: Final = (
         call=("<|tool_call>", "<tool_call|>"),
         syntax="braces",
         call_in_thought="never",
-        manner=Manner(),
+        manner=TemplateManner(),
     ),
 )
 

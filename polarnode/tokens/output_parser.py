@@ -1,9 +1,9 @@
 """Visible text, thinking and calls of a sample, in order, and how much of them may be streamed already.
 
-`Writing` decides what text and marks mean, and holds back what is not decided yet. `Flow` decides what may be
-shown. `parser` finds the marks among the ids. Newlines at the edges of a part are separators: leading ones
-are dropped, and trailing ones are held until it is known whether the same part continues. Stop strings are
-looked for only in visible text.
+`OutputWriter` decides what text and marks mean, and holds back what is not decided yet. `Flow` decides what
+may be shown. `parser` finds the marks among the ids. Newlines at the edges of a part are separators: leading
+ones are dropped, and trailing ones are held until it is known whether the same part continues. Stop strings
+are looked for only in visible text.
 
 Invariants: text that is held back is later shown verbatim, or it was a separator. Nothing depends on how the
 text was cut into pieces. The parts of an answer are made from the deltas themselves, so that a stream cannot
@@ -31,9 +31,9 @@ from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
 from polarnode.tokens.syntax import READERS, harmony
 from polarnode.tokens.syntax.call_ends import CallEnds, Close, CloseKind
-from polarnode.tokens.syntax.call_faults import UNENDED, fault_of
-from polarnode.tokens.syntax.json_calls import Begun
-from polarnode.tokens.tool_calls import SPACE, CallBody, ReadCall, Region
+from polarnode.tokens.syntax.call_faults import NO_CLOSING_TAG, fault_of
+from polarnode.tokens.syntax.json_calls import BareCallScanner
+from polarnode.tokens.tool_calls import SPACE, CallBody, HeldRegion, ReadCall
 
 # ── what may be shown ─────────────────────────────────────────────────────────────────────────────
 
@@ -42,7 +42,7 @@ TokenLogprobs = tuple[TokenLogprob, ...]  # the tokens that wrote a text; empty 
 
 
 @define(eq=False)
-class _Writers:
+class _HeldTokens:
     """The tokens that wrote the held text: stretches from the left, each with its tokens. A token belongs to
     the first character of its text that is shown.
     """
@@ -76,8 +76,8 @@ class Flow:
     stopped: str | None = field(default=None, init=False)
     _kind: Kind | None = field(default=None, init=False)
     _held: str = field(default="", init=False)
-    _newlines: bool = field(default=False, init=False)  # whether only newlines are held
-    _writers: _Writers = field(factory=_Writers, init=False)
+    _only_newlines: bool = field(default=False, init=False)  # whether only newlines are held
+    _writers: _HeldTokens = field(factory=_HeldTokens, init=False)
     _ready: list[Delta] = field(default=Factory(list), init=False)
     _taken: list[Delta] = field(default=Factory(list), init=False)
 
@@ -97,11 +97,11 @@ class Flow:
         self._writers.add(len(text), logprobs)
         if kind == "text":
             self._watch()
-        if self._newlines and not text.strip("\n") and self.stopped is None:
+        if self._only_newlines and not text.strip("\n") and self.stopped is None:
             # Newlines wait with those before them. Examining all of them each time would take quadratic time.
             return
-        self._show(self._sure())
-        self._newlines = not self._held.strip("\n")
+        self._show(self._showable_length())
+        self._only_newlines = not self._held.strip("\n")
 
     def call(self, call: ToolCall) -> None:
         """Add a whole call. It ends the part before it, whose trailing newlines were separators."""
@@ -146,7 +146,7 @@ class Flow:
             end, length, self.stopped = min(found)
             self._held = self._held[: end + length].rstrip("\n")
 
-    def _sure(self) -> int:
+    def _showable_length(self) -> int:
         """How many characters of the held text can be shown."""
         watched = self._kind == "text" and self.stopped is None
         end = len(self._held) - (
@@ -215,7 +215,7 @@ _LogprobList = list[TokenLogprob]
 
 
 @define(eq=False, kw_only=True)
-class Writing:
+class OutputWriter:
     """The writer of a sample's output. `mode` changes with marks, and when a header turns out to be text.
     `model_call_ids` are the model's own ids of calls.
     """
@@ -233,7 +233,7 @@ class Writing:
     _tools: tuple[Tool, ...]
     _call_id: Callable[[int], str]
     # what is held back: a call, a header, blanks between calls, the label of a thought
-    _region: Region = field(factory=Region, init=False)
+    _region: HeldRegion = field(factory=HeldRegion, init=False)
     _body_at: int = field(default=0, init=False)  # the place in the region where the body of the call begins
     _label: str = field(
         default="", init=False
@@ -242,21 +242,23 @@ class Writing:
     _new_message: bool = field(default=False, init=False)
     # the places where the call being written may end
     _ends: CallEnds = field(init=False, default=Factory(lambda self: self._call_ends(0), takes_self=True))
-    _final: bool = field(
+    _on_final_channel: bool = field(
         default=False, init=False
     )  # whether the call is a message on Harmony's final channel
     # whether a thought is at the start of a line, where a call may begin
     at_line_start: bool = field(default=True, init=False)
-    _begun: Begun | None = field(init=False, default=Factory(lambda self: self._beginning(), takes_self=True))
+    _begun: BareCallScanner | None = field(
+        init=False, default=Factory(lambda self: self._beginning(), takes_self=True)
+    )
 
     def _call_ends(self, readings: int) -> CallEnds:
         return CallEnds(syntax=self.family.call_syntax, control=self._tokenizer.control, readings=readings)
 
-    def _beginning(self) -> Begun | None:
+    def _beginning(self) -> BareCallScanner | None:
         """The scanner of an answer that may still be a call without marks. None in other families."""
-        return Begun() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
+        return BareCallScanner() if self.family.call_syntax == "bare_json" and self.mode == "text" else None
 
-    def go_on(self, before: "Writing") -> None:
+    def go_on(self, before: "OutputWriter") -> None:
         """Continue where the message at the end of the prompt stopped, usually in the middle of a header."""
         self.mode, self._region = before.mode, before._region
         self._region.hide()
@@ -285,7 +287,7 @@ class Writing:
                     self._let_go()
             case "text" | "thinking" as kind:
                 self.at_line_start = text.endswith("\n") if text else self.at_line_start
-                self._emit(kind, text, logprobs)
+                self._write_flow(kind, text, logprobs)
             case "draft":  # The ids of a draft are read again once it is known what they are.
                 pass
 
@@ -295,7 +297,7 @@ class Writing:
         """
         text = self._tokenizer.token_bytes(token).decode(errors="replace")
         if self.family.harmony is not None:
-            self._mark_of_harmony(token, text, logprobs, self.family.harmony)
+            self._write_harmony_mark(token, text, logprobs, self.family.harmony)
         elif token == self.family.call_close and self.mode != "call":
             self.faults.append(f"{text} without a call before it")
             self.text(text, logprobs)
@@ -314,15 +316,15 @@ class Writing:
                     return not self._end_call("", [])
                 return self._end_open_call(clean=clean)
             case "header" if not harmony.is_message_start(self._region.text):
-                if not clean and harmony.speaks_to(self._region.text):
-                    self._cut_off()
+                if not clean and harmony.names_recipient(self._region.text):
+                    self._drop_cut_call()
                     return False
                 self._show_header()
                 return True
             case "text" if self._begun is not None and clean and (read := self._read_calls(0)) is not None:
                 self._show_calls(read)
             case "text" if self._begun is not None and self._begun.called and not clean:
-                self._cut_off()
+                self._drop_cut_call()
             case _:
                 self._let_go()
         return False
@@ -336,13 +338,13 @@ class Writing:
         """End a call that has no end. If the model ended its turn the call is malformed and is shown as text;
         if the turn was cut it is not shown. Returns whether it is shown.
         """
-        if clean or self._final:
-            self._give_back(UNENDED)
+        if clean or self._on_final_channel:
+            self._show_malformed(NO_CLOSING_TAG)
             return True
-        self._cut_off()
+        self._drop_cut_call()
         return False
 
-    def _cut_off(self) -> None:
+    def _drop_cut_call(self) -> None:
         """Drop what was written of a call, because half a call is no text for its reader."""
         self.cut = True
         self._region.clear()
@@ -407,7 +409,7 @@ class Writing:
             self.at_line_start = True
             self._label = self.family.think_label
 
-    def _mark_of_harmony(self, token: int, text: str, logprobs: _LogprobList, marks: HarmonyMarks) -> None:
+    def _write_harmony_mark(self, token: int, text: str, logprobs: _LogprobList, marks: HarmonyMarks) -> None:
         match self.mode:
             case "header" if token in (marks.start, marks.end):  # The message ends before it began.
                 if token == marks.end:
@@ -440,7 +442,7 @@ class Writing:
         if header is None:
             self._show_header()
             return
-        self.mode, self._body_at, self._final = header.mode, 0, header.final
+        self.mode, self._body_at, self._on_final_channel = header.mode, 0, header.final
         self._ends = self._call_ends(self._ends.readings)
         if header.mode != "call":
             self._region.clear()
@@ -471,9 +473,9 @@ class Writing:
         read = self._read_calls(self._body_at)
         if read is None:
             why = fault_of(self._body(self._body_at), self.family.call_syntax)
-            if not self._final:
+            if not self._on_final_channel:
                 self._region.add(close, logprobs)
-            self._give_back(why)
+            self._show_malformed(why)
             return False
         self._show_calls(read)
         return True
@@ -485,7 +487,7 @@ class Writing:
             self.model_call_ids += [] if call.model_id is None else [call.model_id]
         self._region.clear()
 
-    def _give_back(self, why: str) -> None:
+    def _show_malformed(self, why: str) -> None:
         self.faults.append(why)
         self._show_region()
 
@@ -493,7 +495,7 @@ class Writing:
         """Show a header that cannot be read, or has no message, as text. A header with a recipient counts as
         a malformed call.
         """
-        if harmony.speaks_to(self._region.text):
+        if harmony.names_recipient(self._region.text):
             self.faults.append("the header that names its recipient can not be read")
         self.mode = "text"
         self._show_region()
@@ -501,7 +503,7 @@ class Writing:
     def _show_region(self) -> None:
         text, logprobs = self._region.shown, self._region.logprobs
         self._region.clear()
-        self._emit("text", text, logprobs)
+        self._write_flow("text", text, logprobs)
 
     def _let_go(self) -> None:
         """Release what is held back, as the kind it appears to be. Blanks between calls were separators and
@@ -510,7 +512,7 @@ class Writing:
         if self.mode == "thinking" and self._label:
             label, self._label = self._label, ""
             if self._region.text != label.rstrip(SPACE):
-                self._emit("thinking", self._region.text, [])
+                self._write_flow("thinking", self._region.text, [])
         elif self.mode == "text" and self._begun is not None:
             if self._begun.called:
                 self.faults.append(fault_of(self._body(0), self.family.call_syntax))
@@ -535,9 +537,9 @@ class Writing:
             return
         self._region.clear()
         label, self._label = self._label, ""
-        self._emit("thinking", held.removeprefix(label), [])
+        self._write_flow("thinking", held.removeprefix(label), [])
 
-    def _emit(self, kind: Kind, text: str, logprobs: _LogprobList) -> None:
+    def _write_flow(self, kind: Kind, text: str, logprobs: _LogprobList) -> None:
         """Write text to the flow. A blank line separates two messages of one kind."""
         if text and self._new_message:
             text, self._new_message = f"\n\n{text}", False

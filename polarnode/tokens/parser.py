@@ -25,7 +25,7 @@ from polarnode.core.conversation import Answer, Delta, FinishReason, TokenLogpro
 from polarnode.core.errors import Refused
 from polarnode.core.ports import Tokenizer
 from polarnode.tokens.families import Family, HarmonyMarks, Mode
-from polarnode.tokens.output_parser import Flow, TokenLogprobs, Writing
+from polarnode.tokens.output_parser import Flow, OutputWriter, TokenLogprobs
 
 # ── parser states ─────────────────────────────────────────────────────────────────────────────────
 
@@ -33,12 +33,12 @@ _PLAIN: tuple[Mode, ...] = ("text", "thinking", "call", "between", "draft")
 # The number of ids of an answer that are read again because a mark was taken for data or for a call but was
 # neither. Each such mark costs all that follows it, so 32,000 of them would block the event loop for seconds.
 # Usual answers may have dozens. The last reading may exceed this by the answer itself.
-READ_AGAIN: Final = 16_384
+MAX_REREAD_IDS: Final = 16_384
 # The number of marks of an answer that are read, including those that are read again. What follows is text,
 # except for the end of a thought and of the turn. A mark takes 20 us of the event loop, and an answer with
 # 32,000 marks is noise. A hundred calls of four arguments have 1,800 marks in the family that marks each
 # argument (GLM).
-MARKS_READ: Final = 4_096
+MAX_READ_MARKS: Final = 4_096
 _THOUGHT: Final[tuple[Mode, ...]] = ("thinking", "draft")
 
 
@@ -63,7 +63,7 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
     # thought.
     ends, starts = (
         frozenset(mark for mark in one if mark is not None)
-        for one in ((family.call_close,), (draft_start(family),))
+        for one in ((family.call_close,), (draft_start_id(family),))
     )
     more: dict[Mode, frozenset[int]] = {
         "text": found["text"] | ends,
@@ -75,12 +75,12 @@ def watched(family: Family, control: Iterable[int]) -> Mapping[Mode, frozenset[i
     return found | more
 
 
-def call_end(family: Family) -> int | None:
+def call_end_id(family: Family) -> int | None:
     """The id that ends a call; None where only a stop id does."""
     return family.call_close if family.harmony is None else family.harmony.end
 
 
-def draft_start(family: Family) -> int | None:
+def draft_start_id(family: Family) -> int | None:
     """The id that begins a call in a thought that is never closed. None if no id does."""
     if family.call_in_thought == "never":
         return None
@@ -114,7 +114,7 @@ class ParsedAnswer:
 
 
 @define(eq=False)
-class _Kept:
+class _KeptIds:
     """Ids that may be read again, with their logprobs if the deltas report them."""
 
     ids: "array[int]" = field(factory=ids_of)
@@ -126,7 +126,7 @@ class _Kept:
 
 
 @define(eq=False, kw_only=True)
-class _Draft:
+class _CallDraft:
     """The ids from a call's opening tag in a thought on. `trial` reads them as if the thought had ended
     there. `closed` is the place of the first closing mark of the thought that is inside one of these calls,
     where it may be data.
@@ -134,7 +134,7 @@ class _Draft:
 
     trial: "Parser"
     thinking_tokens: int  # the count before the tag
-    kept: _Kept = field(factory=_Kept)
+    kept: _KeptIds = field(factory=_KeptIds)
     closed: int | None = None
     _tried: int = field(default=0, init=False)
 
@@ -172,9 +172,9 @@ class Parser:
     _pending: list[TokenLogprob]
     _decoder: codecs.IncrementalDecoder
     _flow: Flow
-    _writing: Writing
-    _kept: _Kept | None  # the ids after the first closing mark that may be data
-    _draft: _Draft | None
+    _writing: OutputWriter
+    _kept: _KeptIds | None  # the ids after the first closing mark that may be data
+    _draft: _CallDraft | None
     _drafts: bool  # whether a thought may turn out to hold a call; not while that is tried
     _read_again: int
     _marks: int
@@ -200,7 +200,7 @@ class Parser:
         self._kept, self._draft, self._drafts, self._read_again = None, None, True, 0
         self._marks = 0
         mode: Mode = "thinking" if opens_thinking else "header" if family.harmony else "text"
-        self._writing = Writing(
+        self._writing = OutputWriter(
             family=family,
             mode=mode,
             flow=self._flow,
@@ -260,7 +260,7 @@ class Parser:
         `logprobs` are the same tokens with their logprobs, if the deltas report them. Tokens are then read
         one by one.
         """
-        self._read_told(ids, logprobs)
+        self._read_with_logprobs(ids, logprobs)
         return self._flow.take()
 
     def finish(self, reason: FinishReason) -> ParsedAnswer:
@@ -286,7 +286,7 @@ class Parser:
 
     # ── ids ──
 
-    def _read_told(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
+    def _read_with_logprobs(self, ids: "array[int]", told: Sequence[TokenLogprob]) -> None:
         """Read ids, one by one if their logprobs are reported."""
         if not told:
             self._read(ids)
@@ -296,7 +296,7 @@ class Parser:
 
     def _read(self, ids: "array[int]", told: Sequence[TokenLogprob] = ()) -> None:
         sampled = ids[:0] if self._over else ids
-        run, place, meant = bytearray(), 0, self._meant
+        run, place, meant = bytearray(), 0, self._meaningful_ids
         while True:
             mark = _first(sampled, meant, place)
             # The bytes are joined at once, because a Python statement for each token would take most of the
@@ -307,10 +307,10 @@ class Parser:
             if mark == len(sampled):
                 break
             token, place = sampled[mark], mark + 1
-            if self._is_mark(token, run, told[mark:place]):
+            if self._take_mark(token, run, told[mark:place]):
                 if self._over:
                     break
-                meant = self._meant
+                meant = self._meaningful_ids
             else:
                 self.thinking_tokens += self.mode in _THOUGHT
                 self._keep(sampled[mark:place], told[mark:place])
@@ -318,14 +318,14 @@ class Parser:
         self._write(self._decoder.decode(bytes(run)))
 
     @property
-    def _meant(self) -> frozenset[int]:
+    def _meaningful_ids(self) -> frozenset[int]:
         """The ids that mean something in the current mode."""
-        if self._marks < MARKS_READ:
+        if self._marks < MAX_READ_MARKS:
             return self._watched[self.mode]
         ends = {self._family.think_close} if self.mode in _THOUGHT else set()
         return self._watched[self.mode] & ends.union(self._family.stop_ids)
 
-    def _is_mark(self, token: int, run: bytearray, told: Sequence[TokenLogprob]) -> bool:
+    def _take_mark(self, token: int, run: bytearray, told: Sequence[TokenLogprob]) -> bool:
         """Handle a mark, once the text before it is written. Returns False if, after that text, the mark
         turns out to be text as well.
 
@@ -348,23 +348,23 @@ class Parser:
         """Whether an id means something here, now that the text before it is known."""
         if token not in self._watched[self.mode]:
             return False
-        if self.mode != "thinking" or token != draft_start(self._family):
+        if self.mode != "thinking" or token != draft_start_id(self._family):
             return True
         begins = self._family.call_in_thought == "anywhere" or self._writing.at_line_start
-        return begins and self._drafts and self._read_again < READ_AGAIN
+        return begins and self._drafts and self._read_again < MAX_REREAD_IDS
 
     def _mark(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
         before, family = self.mode, self._family
         self.thinking_tokens += before in _THOUGHT
         if before == "draft":
             self._close_draft(token, told)
-        elif before == "thinking" and token == draft_start(family):
-            self._draft = _Draft(trial=self._trial(), thinking_tokens=self.thinking_tokens - 1)
+        elif before == "thinking" and token == draft_start_id(family):
+            self._draft = _CallDraft(trial=self._trial_parser(), thinking_tokens=self.thinking_tokens - 1)
             self._draft.add(ids_of([token]), told)
             self._writing.mode = "draft"
-        elif before == "call" and token == call_end(family):
+        elif before == "call" and token == call_end_id(family):
             self._close_call(token, logprobs, told)
-        elif before == "call" and self._writing.whole_calls and token in self._openers:
+        elif before == "call" and self._writing.whole_calls and token in self._opening_ids:
             self._keep(ids_of([token]), told)
             self._settle()
         else:
@@ -373,7 +373,7 @@ class Parser:
             self.thinking_tokens += before not in _THOUGHT and self.mode == "thinking"
 
     @property
-    def _openers(self) -> tuple[int | None, ...]:
+    def _opening_ids(self) -> tuple[int | None, ...]:
         """The ids that begin something other than the value of a call."""
         return (self._family.call_open, self._family.section_open, self._family.think_open)
 
@@ -406,12 +406,12 @@ class Parser:
 
     def _close_call(self, token: int, logprobs: list[TokenLogprob], told: Sequence[TokenLogprob]) -> None:
         """A closing mark inside a call. It is the call's end, unless it is or may be data."""
-        kind = "decides" if self._read_again >= READ_AGAIN else self._writing.close_kind()
+        kind = "decides" if self._read_again >= MAX_REREAD_IDS else self._writing.close_kind()
         if kind == "decides" and (self._kept is None or self._writing.reads):
             self._kept = None
             self._writing.mark(token, logprobs)
             return
-        first, self._kept = self._kept is None, self._kept or _Kept()
+        first, self._kept = self._kept is None, self._kept or _KeptIds()
         if not first:
             self._kept.add(ids_of([token]), told)
         if kind == "decides":
@@ -422,7 +422,7 @@ class Parser:
 
     def _settle(self) -> None:
         """End the call at the closing mark that ended it, and read what followed it."""
-        kept, self._kept = self._kept or _Kept(), None
+        kept, self._kept = self._kept or _KeptIds(), None
         whole = self._writing.whole_calls
         start = self._writing.settle()
         self._read_again += (
@@ -430,13 +430,13 @@ class Parser:
         )  # After a whole call nothing is read a third time.
         self._again(kept, start)
 
-    def _again(self, kept: _Kept, start: int = 0) -> None:
+    def _again(self, kept: _KeptIds, start: int = 0) -> None:
         """Read kept ids again. If the turn has ended, its end comes after them."""
         ended, self._ended = self._ended, False
-        self._read_told(kept.ids[start:], kept.told[start:])
+        self._read_with_logprobs(kept.ids[start:], kept.told[start:])
         self._ended = self._ended or ended
 
-    def _trial(self) -> "Parser":
+    def _trial_parser(self) -> "Parser":
         trial = Parser(
             tokenizer=self._tokenizer,
             family=self._family,
@@ -456,7 +456,7 @@ class Parser:
             self._draft_goes_on(token, told)
             return
         self._draft = None
-        self._think(draft.kept.ids)
+        self._write_thought(draft.kept.ids)
         self._writing.mark(token, [])
 
     def _draft_goes_on(self, token: int, told: Sequence[TokenLogprob]) -> None:
@@ -465,7 +465,7 @@ class Parser:
             draft.closed = len(draft.kept.ids) if draft.closed is None else draft.closed
             draft.add(ids_of([token]), told)
 
-    def _think(self, ids: "array[int]") -> None:
+    def _write_thought(self, ids: "array[int]") -> None:
         """Write ids of a draft that are part of the thought."""
         self._writing.mode = "thinking"
         text = b"".join(map(self._tokenizer.token_bytes, ids)).decode(errors="replace")
@@ -486,7 +486,7 @@ class Parser:
         else:
             self._kept = None
 
-    def _ends_unread(self, kept: _Kept, *, clean: bool) -> bool:
+    def _ends_unread(self, kept: _KeptIds, *, clean: bool) -> bool:
         """Whether a call whose closing marks are data ends with the sample: it can be read at its end, or it
         was cut.
         """
@@ -494,7 +494,7 @@ class Parser:
             return self._family.harmony is not None and self._writing.reads
         return self._family.call_open not in kept.ids
 
-    def _end_draft(self, draft: _Draft, *, clean: bool) -> None:
+    def _end_draft(self, draft: _CallDraft, *, clean: bool) -> None:
         """The sample ended while the thought was open, or with its closing mark inside a call."""
         self._draft = None
         self._read_again += len(draft.kept.ids)
@@ -505,7 +505,7 @@ class Parser:
             self.thinking_tokens = draft.thinking_tokens
             self._again(draft.kept)
             return
-        self._think(draft.kept.ids[: draft.closed])
+        self._write_thought(draft.kept.ids[: draft.closed])
         if draft.closed is not None:
             self.thinking_tokens -= len(draft.kept.ids) - draft.closed
             self._again(draft.kept, draft.closed)

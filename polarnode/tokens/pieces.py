@@ -58,7 +58,7 @@ def pieces_of(rows: Sequence[Sequence[int]], token_bytes: Callable[[int], bytes]
         Cluster(trace=number, start=start, end=end, text=text)
         for number, row in enumerate(rows)
         if not split.isdisjoint(row)
-        for start, end, text in _clusters(row, split, bytes_of)
+        for start, end, text in _find_clusters(row, split, bytes_of)
     )
     return TokenPieces(tokens=tokens, clusters=clusters)
 
@@ -70,7 +70,7 @@ def _bytes_or_mark(token: int, token_bytes: Callable[[int], bytes]) -> bytes:
         return UNKNOWN
 
 
-def _clusters(
+def _find_clusters(
     row: Sequence[int], split: set[int], bytes_of: Mapping[int, bytes]
 ) -> Iterator[tuple[int, int, str]]:
     """The clusters of a row. Each begins with an id that splits a character, and ends where all its bytes are

@@ -5,10 +5,10 @@ family's template. `content` is a string, never None. `arguments` is an object i
 Absent values are left out, because templates ask `is defined`. What a template would leave out of a message
 becomes a message of its own.
 
-`Renderer.following` uses the marker method: it renders a made-up question, a made-up answer with a mark, and
-the new messages, and takes the text after the end of the answer. If calls are answered, the mark is in the
-arguments of the last call, because some templates drop the text beside a call. Neither history nor tools are
-rendered, so the cost depends only on what is new. `audit` says whether a template allows that.
+`TemplateRenderer.following` uses the marker method: it renders a made-up question, a made-up answer with a
+mark, and the new messages, and takes the text after the end of the answer. If calls are answered, the mark
+is in the arguments of the last call, because some templates drop the text beside a call. Neither history nor
+tools are rendered, so the cost depends only on what is new. `audit` says whether a template allows that.
 
 Invariants: every client string reaches the template guarded, and is restored afterwards. `check_present`
 refuses a render in which a text is missing, both as it is and as JSON writes it.
@@ -24,7 +24,7 @@ from attrs import Factory, evolve, field, frozen
 from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
 from polarnode.core.errors import ModelError, Refused
 from polarnode.core.ports import Tokenizer
-from polarnode.tokens.families import Family, Manner
+from polarnode.tokens.families import Family, TemplateManner
 from polarnode.tokens.tool_calls import read_object
 
 # ── guard ────────────────────────────────────────────────────────────────────────────────────────
@@ -32,14 +32,14 @@ from polarnode.tokens.tool_calls import read_object
 # Letters of Unicode's private use area. No keyboard, no template and hardly any text has them, and JSON and
 # strip() leave them unchanged.
 _STAND_INS: Final = range(0xE5E5, 0xF900)
-_STAND_IN: Final = re.compile(f"[{chr(_STAND_INS.start)}-{chr(_STAND_INS.stop - 1)}]")
+_STAND_IN_PATTERN: Final = re.compile(f"[{chr(_STAND_INS.start)}-{chr(_STAND_INS.stop - 1)}]")
 # The levels of nested JSON that are accepted. Real tool schemas have about ten, and Python's own JSON writer
 # gives up at a thousand.
 _DEEPEST: Final = 100
 
 
 @frozen(kw_only=True)
-class Guard:
+class TextGuard:
     """The letters that stand for others during one render.
 
     A control string is recognised by its first letter. Wherever a client's string contains that letter, a
@@ -52,13 +52,13 @@ class Guard:
     _back: Mapping[str, str]
 
     @classmethod
-    def over(cls, letters: Iterable[str], values: Iterable[Json]) -> "Guard":
+    def over(cls, letters: Iterable[str], values: Iterable[Json]) -> "TextGuard":
         """A guard whose stand-ins occur in none of these values. Raises Refused for text that is not valid
         Unicode, or JSON nested beyond reason.
         """
         texts = list(_texts(list(values), 0))
         _check_unicode(texts)
-        used = {letter for text in texts if not text.isascii() for letter in _STAND_IN.findall(text)}
+        used = {letter for text in texts if not text.isascii() for letter in _STAND_IN_PATTERN.findall(text)}
         free = (chr(code) for code in _STAND_INS if chr(code) not in used)
         back: dict[str, str] = {}
         for letter in letters:
@@ -126,7 +126,7 @@ def _check_unicode(texts: list[str]) -> None:
 # ── shapes ────────────────────────────────────────────────────────────────────────────────────────
 
 Shape = dict[str, Json]
-_EITHER: Final = Manner(arguments="either")
+_EITHER_MANNER: Final = TemplateManner(arguments="either")
 
 
 @frozen(kw_only=True)
@@ -138,7 +138,7 @@ class Shown:
 
 
 @frozen(kw_only=True)
-class Earlier:
+class EarlierCalls:
     """What precedes some messages: the calls that they answer, by id, and the number of calls in the
     conversation so far.
     """
@@ -148,14 +148,17 @@ class Earlier:
 
 
 def messages_shape(
-    messages: Sequence[Message], *, manner: Manner = _EITHER, earlier: Earlier | None = None
+    messages: Sequence[Message],
+    *,
+    manner: TemplateManner = _EITHER_MANNER,
+    earlier: EarlierCalls | None = None,
 ) -> list[Shape]:
     """Messages as templates read them. A result gets the name of the call that it answers, which may be an
     earlier one.
     """
-    before = earlier or Earlier()
+    before = earlier or EarlierCalls()
     shown, count, shapes = dict(before.calls), before.count, []
-    for message in _apart(messages, manner):
+    for message in _split_messages(messages, manner):
         for call in message.calls:
             shown[call.id] = shown_call(call, count, manner)
             count += 1
@@ -163,7 +166,7 @@ def messages_shape(
     return shapes
 
 
-def shown_call(call: ToolCall, place: int, manner: Manner) -> Shown:
+def shown_call(call: ToolCall, place: int, manner: TemplateManner) -> Shown:
     """A call that the model did not sample in this session. `place` is its number among the calls of the
     conversation.
     """
@@ -192,7 +195,7 @@ def call_shape(shown: Shown, arguments: Json) -> Json:
     return {"id": shown.id, "type": "function", "function": {"name": shown.name, "arguments": arguments}}
 
 
-def _apart(messages: Sequence[Message], manner: Manner) -> Iterator[Message]:
+def _split_messages(messages: Sequence[Message], manner: TemplateManner) -> Iterator[Message]:
     """The messages, split so that none holds more than the template shows of one message."""
     at = 0
     while at < len(messages):
@@ -205,7 +208,7 @@ def _apart(messages: Sequence[Message], manner: Manner) -> Iterator[Message]:
             continue
         results = _results(messages, at)
         at += len(results)
-        yield from _one_by_one(message, results)
+        yield from _calls_one_by_one(message, results)
 
 
 def _results(messages: Sequence[Message], at: int) -> Sequence[Message]:
@@ -213,7 +216,7 @@ def _results(messages: Sequence[Message], at: int) -> Sequence[Message]:
     return messages[at:end]
 
 
-def _one_by_one(message: Message, results: Sequence[Message]) -> Iterator[Message]:
+def _calls_one_by_one(message: Message, results: Sequence[Message]) -> Iterator[Message]:
     """A message's calls, each followed by its results."""
     for place, call in enumerate(message.calls):
         yield evolve(
@@ -227,7 +230,7 @@ def _one_by_one(message: Message, results: Sequence[Message]) -> Iterator[Messag
     yield from (result for result in results if result.call_id not in ids)
 
 
-def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Shape:
+def _message(message: Message, shown: Mapping[str, Shown], manner: TemplateManner) -> Shape:
     shape: Shape = {"role": message.role, "content": message.text}
     if message.thinking:
         shape[manner.thinking] = message.thinking
@@ -243,7 +246,7 @@ def _message(message: Message, shown: Mapping[str, Shown], manner: Manner) -> Sh
     return shape
 
 
-def arguments_shape(call: ToolCall, manner: Manner) -> Json:
+def arguments_shape(call: ToolCall, manner: TemplateManner) -> Json:
     """Arguments as the template writes them: the object. If the template shows only objects, text that is not
     an object is shown under the name `arguments`; otherwise it stays as it is. It is not refused, because a
     harness that shortened an old call sends it with every later request, and would be refused until its
@@ -258,7 +261,7 @@ def arguments_shape(call: ToolCall, manner: Manner) -> Json:
     return text if value is None else value
 
 
-def argument_notes(messages: Sequence[Message], manner: Manner) -> tuple[str, ...]:
+def argument_notes(messages: Sequence[Message], manner: TemplateManner) -> tuple[str, ...]:
     """Notes on calls whose arguments the template could not show as they were sent."""
     names = (
         call.name
@@ -275,10 +278,12 @@ def argument_notes(messages: Sequence[Message], manner: Manner) -> tuple[str, ..
 
 # ── dropped text check ────────────────────────────────────────────────────────────────────────────
 
-Checked = Mapping[str, Json]
+GuardedShape = Mapping[str, Json]
 
 
-def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: str, guard: Guard) -> None:
+def check_present(
+    messages: Sequence[GuardedShape], tools: Sequence[GuardedShape], text: str, guard: TextGuard
+) -> None:
     """Raise Refused if the text of a message, the name of a call, or the name or description of a tool is
     missing from a render. All strings are still guarded.
     """
@@ -295,7 +300,9 @@ def check_present(messages: Sequence[Checked], tools: Sequence[Checked], text: s
         at = found
 
 
-def _client_texts(messages: Sequence[Checked], tools: Sequence[Checked]) -> Iterator[tuple[str, str]]:
+def _client_texts(
+    messages: Sequence[GuardedShape], tools: Sequence[GuardedShape]
+) -> Iterator[tuple[str, str]]:
     for tool in tools:
         function = tool["function"]
         if isinstance(function, dict):
@@ -350,17 +357,17 @@ class RenderedText:
     """
 
     text: str
-    guard: Guard
+    guard: TextGuard
     ended: str = ""
 
 
 @frozen
-class _Inert:
+class _GuardedInput:
     """The input of the template, with every client string guarded."""
 
     messages: list[Shape]
     tools: list[Shape]
-    guard: Guard
+    guard: TextGuard
 
 
 @frozen(kw_only=True)
@@ -373,7 +380,7 @@ class AnsweredTurn:
     model_ids: Sequence[str] = ()
     calls_before: int = 0
 
-    def earlier(self, family: Family) -> Earlier:
+    def earlier(self, family: Family) -> EarlierCalls:
         """The turn's calls, under the ids with which their results are shown."""
         shown = {}
         for place, call in enumerate(self.calls):
@@ -383,11 +390,11 @@ class AnsweredTurn:
                 if model_id
                 else shown_call(call, self.calls_before + place, family.manner)
             )
-        return Earlier(calls=shown, count=self.calls_before + len(self.calls))
+        return EarlierCalls(calls=shown, count=self.calls_before + len(self.calls))
 
 
 @frozen(eq=False)
-class Renderer:
+class TemplateRenderer:
     """Renders a chat template. It is immutable and thread-safe. Raises ModelError for control strings that
     cannot be guarded.
 
@@ -400,7 +407,7 @@ class Renderer:
         init=False, default=Factory(lambda self: _first_letters(self.tokenizer), takes_self=True)
     )
     _ends: "re.Pattern[str]" = field(
-        init=False, default=Factory(lambda self: _any_of(self._end_texts()), takes_self=True)
+        init=False, default=Factory(lambda self: _alternatives_pattern(self._end_texts()), takes_self=True)
     )
 
     def whole(self, conversation: Conversation) -> RenderedText:
@@ -411,7 +418,7 @@ class Renderer:
             messages_shape(conversation.messages, manner=self.family.manner),
             tools_shape(conversation.tools),
         )
-        inert = self._inert(messages, tools)
+        inert = self._guard_input(messages, tools)
         text = self._text(inert, conversation.thinking)
         check_present(inert.messages, inert.tools, text, inert.guard)
         return RenderedText(text, inert.guard)
@@ -429,7 +436,7 @@ class Renderer:
         shown = [earlier.calls[call.id] for call in calls if call.id in answered_ids]
         messages = messages_shape(new, manner=self.family.manner, earlier=earlier)
         made_up = [_QUESTION, self._answer(shown)]
-        inert = self._inert([*made_up, *messages], [])
+        inert = self._guard_input([*made_up, *messages], [])
         ended, text = self.after(_MARK, self._text(inert, thinking))
         check_present(inert.messages[len(made_up) :], [], text, inert.guard)
         return RenderedText(text, inert.guard, ended)
@@ -480,19 +487,19 @@ class Renderer:
         token = self.tokenizer.control[text]
         return token in self.family.boundaries or token not in self.family.turn_ends
 
-    def _inert(self, messages: list[Shape], tools: list[Shape]) -> _Inert:
-        guard = Guard.over(self.letters, [*messages, *tools])
-        return _Inert(
+    def _guard_input(self, messages: list[Shape], tools: list[Shape]) -> _GuardedInput:
+        guard = TextGuard.over(self.letters, [*messages, *tools])
+        return _GuardedInput(
             [_guarded(shape, guard) for shape in messages], [_guarded(shape, guard) for shape in tools], guard
         )
 
-    def _text(self, inert: _Inert, thinking: bool | None) -> str:
+    def _text(self, inert: _GuardedInput, thinking: bool | None) -> str:
         return self.tokenizer.render(
             inert.messages, tools=inert.tools, generation_prompt=True, thinking=thinking
         )
 
 
-def _guarded(shape: Shape, guard: Guard) -> Shape:
+def _guarded(shape: Shape, guard: TextGuard) -> Shape:
     """A shape with every string in it guarded. The node's own field names and roles hold no such letter and
     remain as they are.
     """
@@ -512,5 +519,5 @@ def _first_letters(tokenizer: Tokenizer) -> str:
     return "".join(letters)
 
 
-def _any_of(texts: Iterable[str]) -> "re.Pattern[str]":
+def _alternatives_pattern(texts: Iterable[str]) -> "re.Pattern[str]":
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))

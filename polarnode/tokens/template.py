@@ -27,16 +27,16 @@ from polarnode.core.ports import Tokenizer
 from polarnode.tokens.audit import Limits, audit, drops_thinking
 from polarnode.tokens.families import Family, HarmonyMarks, Mode, family_of
 from polarnode.tokens.parser import mode_at_end, model_call_ids
-from polarnode.tokens.rendering import AnsweredTurn, RenderedText, Renderer, argument_notes
-from polarnode.tokens.tokenizer import SHORTEST, LoadedTokenizer, TokenizationCache, load_tokenizer
+from polarnode.tokens.rendering import AnsweredTurn, RenderedText, TemplateRenderer, argument_notes
+from polarnode.tokens.tokenizer import MIN_CACHED_CHARS, LoadedTokenizer, TokenizationCache, load_tokenizer
 
 # ── turn boundary ─────────────────────────────────────────────────────────────────────────────────
 
-_HERE: Final = "the model sees it so"
+_MODEL_SEES: Final = "the model sees it so"
 
 
 @frozen
-class Closing:
+class TurnClosing:
     """How a family's cut turns are closed."""
 
     family: Family
@@ -91,7 +91,8 @@ def differences(
             if written == next_one
             else (
                 (
-                    f"the sample ends with {written!r} where the template goes on with {next_one!r}: {_HERE},"
+                    f"the sample ends with {written!r} where the template goes on with {next_one!r}:"
+                    f" {_MODEL_SEES},"
                     " both stand"
                 ),
             )
@@ -99,17 +100,17 @@ def differences(
     if written == ended:
         return ()
     instead = f"writes {ended!r}" if ended else "goes on without a turn end"
-    return (f"the sample ends with {written!r} where the template {instead}: {_HERE}",)
+    return (f"the sample ends with {written!r} where the template {instead}: {_MODEL_SEES}",)
 
 
 # ── encoding up to a limit ────────────────────────────────────────────────────────────────────────
 
 # Encoding takes 110 to 480 bytes of memory per character, so the tokens of a text longer than this are first
 # counted in pieces.
-WHOLE_CHARS: Final = 256 << 10
+MAX_WHOLE_CHARS: Final = 256 << 10
 PIECE_CHARS: Final = 64 << 10
 # Cutting a text adds fewer tokens than this, because it splits one word.
-CUT_TOKENS: Final = 16
+MAX_CUT_TOKENS: Final = 16
 
 
 @frozen(kw_only=True)
@@ -129,24 +130,24 @@ class TokenRoom:
         tokens are counted. They are counted in pieces, whose memory is freed again, and in time proportional
         to the context.
         """
-        if len(text) > WHOLE_CHARS:
+        if len(text) > MAX_WHOLE_CHARS:
             counted = before
             for start in range(0, len(text), PIECE_CHARS):
-                counted += len(encode(text[start : start + PIECE_CHARS])) - CUT_TOKENS
+                counted += len(encode(text[start : start + PIECE_CHARS])) - MAX_CUT_TOKENS
                 self.check(counted, share=min(1.0, (start + PIECE_CHARS) / len(text)))
         return encode(text)
 
 
 # The text that a template writes between control tokens (a role, the end of a line) is the same in every
 # prompt. Texts up to this length are cached.
-MARK_CHARS: Final = 16
-MARK_BYTES: Final = 64 << 10  # the size of the cache of such short texts, some hundred of them
+MAX_MARK_CHARS: Final = 16
+MARK_CACHE_BYTES: Final = 64 << 10  # the size of the cache of such short texts, some hundred of them
 
 # ── template ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Suffix:
+class PromptSuffix:
     """The ids that follow the parent's sampled ids, int32[N]. The first `close_length` of them end a sample
     that was cut.
 
@@ -167,8 +168,9 @@ class Template:
 
     tokenizer: Tokenizer
     family: Family
-    _renderer: Renderer = field(
-        init=False, default=Factory(lambda self: Renderer(self.tokenizer, self.family), takes_self=True)
+    _renderer: TemplateRenderer = field(
+        init=False,
+        default=Factory(lambda self: TemplateRenderer(self.tokenizer, self.family), takes_self=True),
     )
     limits: Limits = field(
         init=False, default=Factory(lambda self: Limits.of(self._renderer), takes_self=True)
@@ -176,8 +178,8 @@ class Template:
     _control: "re.Pattern[str]" = field(
         init=False, default=Factory(lambda self: _pattern(self.tokenizer.control), takes_self=True)
     )
-    _tokenized: TokenizationCache = field(init=False, factory=TokenizationCache)
-    _marks: TokenizationCache = field(init=False, factory=lambda: TokenizationCache(MARK_BYTES))
+    _piece_cache: TokenizationCache = field(init=False, factory=TokenizationCache)
+    _marks: TokenizationCache = field(init=False, factory=lambda: TokenizationCache(MARK_CACHE_BYTES))
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -196,7 +198,7 @@ class Template:
         messages = self.limits.settled(conversation.messages)
         self.limits.check(messages, conversation.tools)
         room = None if context_length is None else TokenRoom(context_length=context_length)
-        prompt = self._encoded(
+        prompt = self._encode_rendered(
             self._renderer.whole(evolve(conversation, messages=messages)), again=True, room=room
         )
         return self._with_prefill(prompt, conversation.thinking, prefill) if prefill else prompt
@@ -209,7 +211,7 @@ class Template:
         sampled: "array[int]",
         context_length: int | None = None,
         prefill: str = "",
-    ) -> Suffix:
+    ) -> PromptSuffix:
         """The ids that follow a sampled turn, so that the model answers the `new` messages.
 
         `conversation` is the whole new request. `sampled` are the ids of the turn that it extends, or all ids
@@ -221,14 +223,14 @@ class Template:
         limits all ids, as in `root`; `sampled` must then be all ids so far.
         """
         if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):
-            return Suffix(ids=ids(), close_length=0)
+            return PromptSuffix(ids=ids(), close_length=0)
         messages = self.limits.settled(new, follows=True)
         self.limits.check(messages, follows=True)
         rendered = self._renderer.following(
             messages, answered=self._answered(new, conversation, sampled), thinking=conversation.thinking
         )
         room = None if context_length is None else TokenRoom(context_length=context_length, used=len(sampled))
-        opening = self._encoded(rendered, room=room)
+        opening = self._encode_rendered(rendered, room=room)
         close = (
             ids()
             if sampled and sampled[-1] in self.family.turn_ends
@@ -241,7 +243,7 @@ class Template:
         written = close + joined(sampled, opening, self.family)
         if prefill:
             written = self._with_prefill(written, conversation.thinking, prefill)
-        return Suffix(ids=written, close_length=len(close), notes=notes)
+        return PromptSuffix(ids=written, close_length=len(close), notes=notes)
 
     def notes(self, messages: Sequence[Message], *, follows: bool = False) -> tuple[str, ...]:
         """Notes for the turn on messages that the model sees in another form than they were sent in."""
@@ -295,7 +297,7 @@ class Template:
         """The ids that follow an assistant's turn if there are no new messages: the opening of the
         next turn.
         """
-        return self._encoded(self._renderer.following((), answered=AnsweredTurn(), thinking=thinking))
+        return self._encode_rendered(self._renderer.following((), answered=AnsweredTurn(), thinking=thinking))
 
     def _answered(
         self, new: Sequence[Message], conversation: Conversation, sampled: "array[int]"
@@ -317,9 +319,11 @@ class Template:
     ) -> "array[int]":
         """The ids that end a cut sample."""
         started = mode_at_end(self._opening(conversation.thinking), self.tokenizer, self.family)
-        return Closing(self.family).of(mode_at_end(sampled, self.tokenizer, self.family, started), opening)
+        return TurnClosing(self.family).of(
+            mode_at_end(sampled, self.tokenizer, self.family, started), opening
+        )
 
-    def _encoded(
+    def _encode_rendered(
         self, rendered: RenderedText, *, again: bool = False, room: TokenRoom | None = None
     ) -> "array[int]":
         """Split the text at control strings while client text is guarded, restore the client text, and encode
@@ -329,7 +333,7 @@ class Template:
         head of a conversation. `room` is where a long text stops being encoded.
         """
         encoded, chars = ids(), 0
-        bounded = room if len(rendered.text) > WHOLE_CHARS else None
+        bounded = room if len(rendered.text) > MAX_WHOLE_CHARS else None
         for place, piece in enumerate(self._control.split(rendered.text)):
             chars += len(piece)
             if place % 2:
@@ -338,11 +342,13 @@ class Template:
                 text, encode = rendered.guard.show(piece), self.tokenizer.encode_plain
                 if bounded is not None:
                     encode = partial(bounded.encode, encode=encode, before=len(encoded))
-                if len(text) <= MARK_CHARS:
+                if len(text) <= MAX_MARK_CHARS:
                     encoded.extend(self._marks.ids(text, encode))
                 else:
                     encoded.extend(
-                        self._tokenized.ids(text, encode) if again and len(text) >= SHORTEST else encode(text)
+                        self._piece_cache.ids(text, encode)
+                        if again and len(text) >= MIN_CACHED_CHARS
+                        else encode(text)
                     )
             if bounded is not None and piece:
                 bounded.check(len(encoded), share=chars / len(rendered.text))

@@ -27,17 +27,26 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ModelError, Refused, boundary
-from polarnode.tokens.typescript import TYPESCRIPT, typescript
-from polarnode.tokens.vocabulary import RANKS, SPACE, check_flags, kind_of, ordinary, read_ranks, spell, state
+from polarnode.tokens.typescript import TYPESCRIPT_VARIABLE, typescript
+from polarnode.tokens.vocabulary import (
+    RANKS_FILE,
+    SPACE,
+    check_flags,
+    kind_of,
+    ordinary,
+    read_ranks,
+    spell,
+    state,
+)
 
 # ── plain tokenizer ───────────────────────────────────────────────────────────────────────────────
 
-_SPACES: Final = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-_CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punctuation"])
+_SPACE_REPLACEMENT: Final = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+_LOSSLESS_CUTTERS: Final = frozenset(["Split", "ByteLevel", "Metaspace", "Digits", "Punctuation"])
 # A Unigram model would find its byte tokens in a text that spells them, but such a text must remain that
 # text.
-_BYTES_BEGIN: Final = "<0x"
-_PREFIXED: Final = (
+_BYTE_TOKEN_START: Final = "<0x"
+_PREFIX_FAULT: Final = (
     'it puts a space before every text, so what a client wrote would not come back: set "legacy": false and'
     ' "add_prefix_space": false in tokenizer_config.json, or write tokenizer.json again, if the model was'
     " trained so"
@@ -50,13 +59,13 @@ def plain(backend: Tokenizer, *, control: Iterable[str], text: Iterable[AddedTok
 
     Raises ModelError if a part of the tokenizer changes or loses text, or looks up control tokens.
     """
-    model, cutter = _model(backend.model, frozenset(control)), _cutter(backend)
+    model, cutter = _model(backend.model, frozenset(control)), _plain_cutter(backend)
     if backend.normalizer is not None:
         _check_normalizer(state(backend.normalizer))
     return _made(model, backend.normalizer, cutter, text)
 
 
-def plain_ascii(backend: Tokenizer, whole: Tokenizer, *, text: Iterable[AddedToken]) -> Tokenizer:
+def plain_ascii_tokenizer(backend: Tokenizer, whole: Tokenizer, *, text: Iterable[AddedToken]) -> Tokenizer:
     """As `whole`, which `plain` returned, for ASCII texts. They have only one Unicode form, so NFC is left
     out, which takes an eighth of the time.
     """
@@ -77,7 +86,7 @@ def _made(model: Any, normalizer: Any, cutter: Any, text: Iterable[AddedToken]) 
     return made
 
 
-def normalises(backend: Tokenizer) -> bool:
+def composes_text(backend: Tokenizer) -> bool:
     """Whether texts are composed (NFC) before the model sees them: the code points differ from those that the
     client sent, but a reader sees the same text.
     """
@@ -113,19 +122,19 @@ def _hidden(state: dict[str, Any], control: frozenset[str]) -> Any:
 def _check_normalizer(normalizer: dict[str, Any]) -> None:
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "Prepend":
-            raise ModelError(_PREFIXED)
-        if part["type"] != "NFC" and part != _SPACES:
+            raise ModelError(_PREFIX_FAULT)
+        if part["type"] != "NFC" and part != _SPACE_REPLACEMENT:
             raise ModelError(
                 f"it changes texts before it encodes them ({part['type']}), so what a client wrote would not"
                 " come back"
             )
 
 
-def _cutter(backend: Tokenizer) -> Any:
+def _plain_cutter(backend: Tokenizer) -> Any:
     config = None if backend.pre_tokenizer is None else state(backend.pre_tokenizer)
     parts = [] if config is None else [_kept(part) for part in _parts(config, "pretokenizers")]
     if isinstance(backend.model, models.Unigram):
-        parts.insert(0, state(pre_tokenizers.Split(_BYTES_BEGIN, "isolated")))
+        parts.insert(0, state(pre_tokenizers.Split(_BYTE_TOKEN_START, "isolated")))
     if not parts:
         return None
     # The library makes these parts only from the JSON of a whole tokenizer.
@@ -139,13 +148,13 @@ def _kept(part: dict[str, Any]) -> dict[str, Any]:
     """A part that cuts text without loss. A prefix for the very first text is removed, because a prompt
     begins with a control token.
     """
-    if part["type"] not in _CUTTERS or part.get("behavior") == "Removed":
+    if part["type"] not in _LOSSLESS_CUTTERS or part.get("behavior") == "Removed":
         raise ModelError(
             f"it cuts texts in a way that may lose some of them ({part['type']}): such tokenizers are not"
             " supported"
         )
     if part.get("add_prefix_space") or part.get("prepend_scheme") == "always":
-        raise ModelError(_PREFIXED)
+        raise ModelError(_PREFIX_FAULT)
     return part | {"prepend_scheme": "never"} if part["type"] == "Metaspace" else part
 
 
@@ -161,7 +170,7 @@ def _parts(config: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
 
 # The length in letters from which a text is cached. Shorter texts are encoded in less than 0.2 ms, and there
 # are too many of them.
-SHORTEST: Final = 1_000
+MIN_CACHED_CHARS: Final = 1_000
 # The limit on the bytes of cached texts and ids. The whole head of a harness takes 0.2 MB, so the heads of a
 # hundred tasks fit, with room for long histories.
 KEPT_BYTES: Final = 32 << 20
@@ -203,7 +212,7 @@ class TokenizationCache:
 
 # Letters, digits, an accent, a script without spaces, an emoji of four bytes, newlines, spaces at both ends,
 # letters that compatibility forms would change, a tag and brackets. The text is normalised already (NFC).
-_SAMPLE: Final = (
+_SAMPLE_TEXT: Final = (
     ' Plain text, caf\u00e9: 12 < 34\r\n\n\t{"a": [\u65e5\u672c, \U0001f642]}\u00a0\u00bd \uff21\ufb01 </p>  '
     " end "
 )
@@ -219,7 +228,7 @@ _PROBES: Final[tuple[tuple[dict[str, Json], ...], ...]] = (
 )
 
 
-class _Spelled(dict[int, bytes]):
+class _BytesById(dict[int, bytes]):
     """The bytes of each id."""
 
     def __init__(self, spelled: Mapping[int, bytes], vocab_size: int) -> None:
@@ -279,7 +288,7 @@ class LoadedTokenizer:
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         try:
             with boundary(ModelError, "the chat template fails on this conversation"):
-                return self._apply(messages, tools, generation_prompt, options)
+                return self._render_template(messages, tools, generation_prompt, options)
         except ModelError as error:
             if isinstance(error.__cause__, TemplateError):
                 raise Refused(
@@ -288,7 +297,7 @@ class LoadedTokenizer:
                 ) from error
             raise
 
-    def _apply(
+    def _render_template(
         self,
         messages: Sequence[Mapping[str, Json]],
         tools: Sequence[Mapping[str, Json]],
@@ -297,7 +306,7 @@ class LoadedTokenizer:
     ) -> str:
         shown: list[Any] = [_sorted(dict(tool)) for tool in tools] if self._sorts_tools else list(tools)
         written = typescript(shown) if self._typescript else None
-        named = {} if written is None else {TYPESCRIPT: written}
+        named = {} if written is None else {TYPESCRIPT_VARIABLE: written}
         return str(
             self._chat.apply_chat_template(
                 list(messages),
@@ -332,8 +341,8 @@ def _with_template(path: Path) -> tuple[Any, bool]:
     """The tokenizer of transformers, which renders, and whether it must be given sorted tools."""
     from transformers import PreTrainedTokenizerFast
 
-    if not (path / "tokenizer.json").is_file() and (path / RANKS).is_file():
-        return _of_ranks(path, PreTrainedTokenizerFast)
+    if not (path / "tokenizer.json").is_file() and (path / RANKS_FILE).is_file():
+        return _load_ranks(path, PreTrainedTokenizerFast)
     if not (path / "tokenizer.json").is_file():
         raise ModelError(
             f"there is no tokenizer.json in {path}: load the tokenizer once with transformers and save it"
@@ -351,7 +360,7 @@ def _with_template(path: Path) -> tuple[Any, bool]:
     return chat, False
 
 
-def _of_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
+def _load_ranks(path: Path, kind: Any) -> tuple[Any, bool]:
     """Load a checkpoint that has a tiktoken.model (Kimi). Its own code is not run."""
     ranked = read_ranks(path)
     template = path / "chat_template.jinja"
@@ -386,15 +395,16 @@ def _loaded(chat: Any, vocab_size: int | None, *, sorts_tools: bool) -> LoadedTo
         vocab_size=size,
         control=MappingProxyType({token.content: number for number, token in control.items()}),
         kind=(
-            f"{kind} {type(backend.model).__name__}{', shown composed (NFC)' if normalises(backend) else ''}"
+            f"{kind} {type(backend.model).__name__}"
+            f"{', shown composed (NFC)' if composes_text(backend) else ''}"
         ),
         plain=whole,
-        ascii=plain_ascii(backend, whole, text=text.values()),
-        token_bytes=_Spelled(spelled, size).__getitem__,
+        ascii=plain_ascii_tokenizer(backend, whole, text=text.values()),
+        token_bytes=_BytesById(spelled, size).__getitem__,
         chat=chat,
         # Kimi K2.5's code sorts the tools that it writes as TypeScript.
-        sorts_tools=sorts_tools or TYPESCRIPT in template,
-        typescript=TYPESCRIPT in template,
+        sorts_tools=sorts_tools or TYPESCRIPT_VARIABLE in template,
+        typescript=TYPESCRIPT_VARIABLE in template,
     )
     check_flags(control, backend.normalizer, template + "".join(_probed(loaded)))
     _check_plain(loaded, backend, control)
@@ -428,16 +438,16 @@ def _check_plain(loaded: LoadedTokenizer, backend: Tokenizer, control: Mapping[i
     """Check what this package relies on: plain ids are the model's own, bytes round-trip, and control strings
     remain text.
     """
-    ids = loaded.encode_plain(_SAMPLE)
+    ids = loaded.encode_plain(_SAMPLE_TEXT)
     if (
         b"".join(map(loaded.token_bytes, [*ids, *loaded.encode_plain(_BYTE_NAME)]))
-        != (_SAMPLE + _BYTE_NAME).encode()
+        != (_SAMPLE_TEXT + _BYTE_NAME).encode()
     ):
         raise ModelError("it does not give back the bytes of a text")
     marks = [
         token.content for token in control.values() if not (token.lstrip or token.rstrip or token.single_word)
     ][:1]
-    whole = backend.encode(_SAMPLE.join([*marks, *marks]) or _SAMPLE, add_special_tokens=False).ids
+    whole = backend.encode(_SAMPLE_TEXT.join([*marks, *marks]) or _SAMPLE_TEXT, add_special_tokens=False).ids
     around = [loaded.control[mark] for mark in marks]
     if whole != [*around, *ids, *around]:
         raise ModelError(
@@ -467,7 +477,7 @@ def _sorted(value: Json) -> Json:
 
 # The number of words by which a server's vocabulary is compared. Another tokenizer agrees on few of them.
 WORDS = 64
-STRIDE = 97  # The distance between their ids, so that they are spread over merges of all ranks.
+SAMPLE_STRIDE = 97  # The distance between their ids, so that they are spread over merges of all ranks.
 # The first ids, about which a server is asked first, are closer together.
 LOW, LOW_STRIDE = 1000, 23
 
@@ -478,7 +488,7 @@ def vocabulary_sample(tokenizer: LoadedTokenizer) -> tuple[tuple[int, str], ...]
     """
     found = []
     low = min(LOW, tokenizer.vocab_size)
-    for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, STRIDE)):
+    for token in (*range(0, low, LOW_STRIDE), *range(low, tokenizer.vocab_size, SAMPLE_STRIDE)):
         text = tokenizer.token_bytes(token)
         if len(text) > 2 and text.isascii() and text.strip().isalnum():
             found.append((token, text.decode()))

@@ -72,7 +72,7 @@ def arguments_of(value: Mapping[str, Json], text: str, key: str) -> str | None:
     """
     match value[key]:
         case dict():
-            return _source(text, key)
+            return _member_source(text, key)
         case str() as inner if read_object(inner) is not None:
             return inner.strip(SPACE)
         case _:
@@ -85,32 +85,32 @@ def _check(value: Json, text: str) -> None:
         json.dumps(value, ensure_ascii=False).encode()
 
 
-def _source(text: str, name: str) -> str:
+def _member_source(text: str, name: str) -> str:
     """The exact text of one member's value in an object that is known to be well formed."""
     at = text.index("{") + 1
     while True:
-        key, at = _DECODER.raw_decode(text, _skip(text, at))
-        start = _skip(text, _skip(text, at) + 1)  # skips the colon
+        key, at = _DECODER.raw_decode(text, _skip_blanks(text, at))
+        start = _skip_blanks(text, _skip_blanks(text, at) + 1)  # skips the colon
         _, end = _DECODER.raw_decode(text, start)
         if key == name:
             return text[start:end]
-        at = _skip(text, end) + 1  # skips the comma
+        at = _skip_blanks(text, end) + 1  # skips the comma
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     while text[at] in SPACE:
         at += 1
     return at
 
 
-def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def _unique_members(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is written twice")
     return value
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is beyond a float's range")
@@ -122,7 +122,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 _DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
+    object_pairs_hook=_unique_members, parse_float=_finite_float, parse_constant=_no_constant
 )
 
 
@@ -201,7 +201,7 @@ class Cursor:
 
 
 @frozen
-class Spot:
+class RegionExtent:
     """How much a region held at one time, to which it can be restored."""
 
     pieces: int
@@ -211,7 +211,7 @@ class Spot:
 
 
 @define(eq=False)
-class Region:
+class HeldRegion:
     """Text that is held back while it is read, with the places of its control tokens and the logprobs of the
     tokens that wrote it.
 
@@ -240,16 +240,16 @@ class Region:
         self.hidden = self._size
 
     @property
-    def spot(self) -> Spot:
+    def spot(self) -> RegionExtent:
         """How much is held now."""
-        return Spot(len(self._pieces), self._size, len(self._marks), len(self.logprobs))
+        return RegionExtent(len(self._pieces), self._size, len(self._marks), len(self.logprobs))
 
-    def back(self, spot: Spot) -> None:
+    def back(self, spot: RegionExtent) -> None:
         """Restore what was held at that time."""
         del self._pieces[spot.pieces :], self._marks[spot.marks :], self.logprobs[spot.logprobs :]
         self._size = spot.size
 
-    def since(self, spot: Spot) -> list[tuple[str, bool]]:
+    def since(self, spot: RegionExtent) -> list[tuple[str, bool]]:
         """The pieces added since then, and for each whether it was sampled as a control token."""
         at, marks, pieces = spot.size, set(self._marks[spot.marks :]), []
         for piece in self._pieces[spot.pieces :]:

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-TYPESCRIPT: Final = "tools_ts_str"  # the template's variable for this text
-_STEP: Final = "  "
-_UNIONS: Final = {
+TYPESCRIPT_VARIABLE: Final = "tools_ts_str"  # the template's variable for this text
+_INDENT: Final = "  "
+_TYPE_WORDS: Final = {
     "string": "string",
     "number": "number",
     "integer": "number",
@@ -22,7 +22,7 @@ _UNIONS: Final = {
     "object": "{}",
     "array": "Array<any>",
 }
-_LIMITS: Final = {
+_LIMIT_KEYWORDS: Final = {
     "string": ("maxLength", "minLength", "pattern"),
     "number": ("maximum", "minimum"),
     "integer": ("maximum", "minimum"),
@@ -48,7 +48,7 @@ def typescript(tools: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 @define
-class _Known:
+class _SchemaReferences:
     """The definitions to which a function's schemas refer. `itself`: a schema refers to the parameters as a
     whole.
     """
@@ -58,7 +58,7 @@ class _Known:
 
 
 @frozen
-class _Type:
+class _TypeText:
     """A schema. `write` gives its text at an indentation. `limits` are shown as comments."""
 
     write: Callable[[str], str]
@@ -66,75 +66,75 @@ class _Type:
     limits: Mapping[str, Any] = field(factory=dict)
 
     def comments(self, indent: str) -> str:
-        found = _comment(self.description, indent) + "\n" if self.description else ""
+        found = _comment_text(self.description, indent) + "\n" if self.description else ""
         if self.limits:
             told = ", ".join(f"{name}: {self.limits[name]}" for name in sorted(self.limits))
             found += f"{indent}// {told}\n"
         return found
 
 
-def _comment(text: str, indent: str = "") -> str:
+def _comment_text(text: str, indent: str = "") -> str:
     return "\n".join(f"{indent}// {line}" if line else "" for line in text.split("\n"))
 
 
 def _function(function: Mapping[str, Any]) -> str:
-    known = _Known()
+    known = _SchemaReferences()
     parameters = function.get("parameters") or {}
     members = _members(parameters, known)
     whole = _object(parameters, known, members)
     written, itself = [], known.itself
     if itself:
-        inside = ",\n".join(write(_STEP) for _, _, write in members)
+        inside = ",\n".join(write(_INDENT) for _, _, write in members)
         written.append(f"interface parameters {{\n{inside}\n}}" if inside else "interface parameters {}")
     for name, schema in list(known.definitions.items()):
         text = _parsed(schema, known).write("")
         description = schema.get("description", "")
-        before = _comment(description) + "\n" if description else ""
+        before = _comment_text(description) + "\n" if description else ""
         written.append(f"{before}interface {name} {text}")
     if description := function.get("description"):
-        written.append(_comment(description))
+        written.append(_comment_text(description))
     taken = "parameters" if itself else whole.write("")
     return "\n".join((*written, f"type {function.get('name', 'function')} = (_: {taken}) => any;"))
 
 
-def _parsed(schema: Any, known: _Known) -> _Type:
+def _parsed(schema: Any, known: _SchemaReferences) -> _TypeText:
     if isinstance(schema, bool):
-        return _Type(lambda _: "any" if schema else "null")
+        return _TypeText(lambda _: "any" if schema else "null")
     description = schema.get("description", "")
     if "$ref" in schema:
         name = _reference(schema["$ref"], known)
-        return _Type(lambda _: name, description)
+        return _TypeText(lambda _: name, description)
     if "anyOf" in schema:
         branches = [_parsed(branch, known) for branch in schema["anyOf"]]
-        return _Type(lambda indent: " | ".join(each.write(indent) for each in branches), description)
+        return _TypeText(lambda indent: " | ".join(each.write(indent) for each in branches), description)
     if "enum" in schema:
         words = " | ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in _values(schema))
-        return _Type(lambda _: words, description)
+        return _TypeText(lambda _: words, description)
     if "type" not in schema:
         if schema:
             raise ValueError(f"no type of {schema}")
-        return _Type(lambda _: "any")
-    return _typed(schema, known)
+        return _TypeText(lambda _: "any")
+    return _parse_typed(schema, known)
 
 
-def _typed(schema: Mapping[str, Any], known: _Known) -> _Type:
+def _parse_typed(schema: Mapping[str, Any], known: _SchemaReferences) -> _TypeText:
     kind, description = schema["type"], schema.get("description", "")
     if isinstance(kind, list):
-        union = " | ".join(_UNIONS[each] for each in kind)
-        return _Type(lambda _: union, description)
+        union = " | ".join(_TYPE_WORDS[each] for each in kind)
+        return _TypeText(lambda _: union, description)
     if kind == "object":
         return _object(schema, known, _members(schema, known))
-    limits = {name: schema[name] for name in _LIMITS.get(kind, ()) if name in schema}
+    limits = {name: schema[name] for name in _LIMIT_KEYWORDS.get(kind, ()) if name in schema}
     if kind == "array":
-        item = _parsed(schema["items"], known) if schema.get("items") else _Type(lambda _: "any")
-        return _Type(lambda indent: _array(item, indent), description, limits)
+        item = _parsed(schema["items"], known) if schema.get("items") else _TypeText(lambda _: "any")
+        return _TypeText(lambda indent: _array(item, indent), description, limits)
     if not isinstance(kind, str):
         raise TypeError(f"{kind} is no type")
-    return _Type(lambda _: "number" if kind == "integer" else kind, description, limits)
+    return _TypeText(lambda _: "number" if kind == "integer" else kind, description, limits)
 
 
-def _array(item: _Type, indent: str) -> str:
-    inner = indent + _STEP
+def _array(item: _TypeText, indent: str) -> str:
+    inner = indent + _INDENT
     comments = item.comments(inner)
     if not comments:
         return f"Array<{item.write(indent)}>"
@@ -142,10 +142,10 @@ def _array(item: _Type, indent: str) -> str:
 
 
 # a member's name, whether it may be left out, and the function that writes it
-_Member = tuple[str, bool, Callable[[str], str]]
+_MemberText = tuple[str, bool, Callable[[str], str]]
 
 
-def _members(schema: Mapping[str, Any], known: _Known) -> list[_Member]:
+def _members(schema: Mapping[str, Any], known: _SchemaReferences) -> list[_MemberText]:
     if not schema:
         return []
     known.definitions |= schema.get("$defs") or {}
@@ -156,7 +156,7 @@ def _members(schema: Mapping[str, Any], known: _Known) -> list[_Member]:
     ]
 
 
-def _member(name: str, schema: Any, known: _Known, *, optional: bool) -> Callable[[str], str]:
+def _member(name: str, schema: Any, known: _SchemaReferences, *, optional: bool) -> Callable[[str], str]:
     kind = _parsed(schema, known)
     default = schema.get("default") if isinstance(schema, dict) else None
     plain = isinstance(default, int | float)
@@ -169,24 +169,24 @@ def _member(name: str, schema: Any, known: _Known, *, optional: bool) -> Callabl
     return write
 
 
-def _object(schema: Mapping[str, Any], known: _Known, members: list[_Member]) -> _Type:
+def _object(schema: Mapping[str, Any], known: _SchemaReferences, members: list[_MemberText]) -> _TypeText:
     others = schema.get("additionalProperties")
     more = _parsed(others, known) if isinstance(others, dict) else None
     if more is None and others not in (None, True, False):
         raise ValueError(f"additionalProperties cannot be {others}")
 
     def write(indent: str) -> str:
-        inner = indent + _STEP
+        inner = indent + _INDENT
         parts = [text(inner) for _, _, text in sorted(members, key=lambda each: (each[1], each[0]))]
         if others is not None:
             rest = more.write(inner) if more is not None else "any" if others else "never"
             parts.append(f"{inner}[k: string]: {rest}")
         return "{\n" + ",\n".join(parts) + f"\n{indent}}}" if parts else "{}"
 
-    return _Type(write, schema.get("description", "") if schema else "")
+    return _TypeText(write, schema.get("description", "") if schema else "")
 
 
-def _reference(target: str, known: _Known) -> str:
+def _reference(target: str, known: _SchemaReferences) -> str:
     if target == "#":
         known.itself = True
         return "parameters"

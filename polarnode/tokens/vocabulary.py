@@ -77,7 +77,7 @@ _SPELLING_DECODER: Final = [
     {"type": "Fuse"},
 ]
 # removes the first space of a text, which the token contains
-_STRIP: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_STRIP_DECODER: Final = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 def kind_of(backend: Tokenizer) -> Kind:
@@ -87,7 +87,7 @@ def kind_of(backend: Tokenizer) -> Kind:
     decoder = {} if backend.decoder is None else state(backend.decoder)
     if decoder.get("type") == "ByteLevel":
         return "byte-level"
-    parts = [part for part in decoder.get("decoders", ()) if part != _STRIP]
+    parts = [part for part in decoder.get("decoders", ()) if part != _STRIP_DECODER]
     if parts == _SPELLING_DECODER and _falls_back(backend.model):
         return "SentencePiece"
     raise ModelError(
@@ -109,7 +109,7 @@ def _falls_back(model: Any) -> bool:
 
 def spell(kind: Kind, vocabulary: Mapping[str, int]) -> dict[int, bytes]:
     """The bytes of every token. Raises ModelError if a token spells no bytes or a byte has no token."""
-    spelled = _lettered(vocabulary) if kind == "byte-level" else _pieced(vocabulary)
+    spelled = _byte_level_bytes(vocabulary) if kind == "byte-level" else _sentencepiece_bytes(vocabulary)
     covered = (
         set(spelled.values()) if kind == "byte-level" else {_BYTE_TOKENS.get(token) for token in vocabulary}
     )
@@ -125,7 +125,7 @@ def state(part: Any) -> dict[str, Any]:
     return value
 
 
-def _lettered(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+def _byte_level_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
     byte_of = {letter: byte for byte, letter in byte_letters().items()}
     try:
         return {number: bytes(byte_of[letter] for letter in token) for token, number in vocabulary.items()}
@@ -135,7 +135,7 @@ def _lettered(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
         ) from unknown
 
 
-def _pieced(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
+def _sentencepiece_bytes(vocabulary: Mapping[str, int]) -> dict[int, bytes]:
     return {
         number: _BYTE_TOKENS.get(token) or token.replace(SPACE, " ").encode()
         for token, number in vocabulary.items()
@@ -153,20 +153,20 @@ def byte_letters() -> dict[int, str]:
 
 # ── tiktoken ranks ────────────────────────────────────────────────────────────────────────────────
 
-RANKS: Final = "tiktoken.model"
-_REMEDY: Final = (
+RANKS_FILE: Final = "tiktoken.model"
+_SAVE_REMEDY: Final = (
     "load it once with transformers (trust_remote_code=True) and save it as tokenizer.json into the folder"
 )
 # This is all that Kimi K2's own code does before the template.
-_RENDERS: Final = "tools = deep_sort_dict(tools)"
+_SORT_STATEMENT: Final = "tools = deep_sort_dict(tools)"
 # The names that K2.5's code uses as well. It writes tools as TypeScript, which `typescript` does here.
-_DECLARES: Final = frozenset(
+_DECLARED_NAMES: Final = frozenset(
     ("tools", "tools_ts_str", "encode_tools_to_typescript_style", "kwargs", "Exception", "e", "print")
 )
 
 
 @frozen(kw_only=True)
-class Ranked:
+class ConvertedRanks:
     """A converted tokenizer. `sorts_tools`: the checkpoint's code sorts the keys of tools before the template
     sees them.
     """
@@ -176,24 +176,24 @@ class Ranked:
     sorts_tools: bool
 
 
-def read_ranks(path: Path) -> Ranked:
+def read_ranks(path: Path) -> ConvertedRanks:
     """The tokenizer of a folder with `tiktoken.model`. Raises ModelError if its code is not understood."""
-    with boundary(ModelError, f"the tokenizer of {RANKS} cannot be read; {_REMEDY}"):
+    with boundary(ModelError, f"the tokenizer of {RANKS_FILE} cannot be read; {_SAVE_REMEDY}"):
         config = json.loads((path / "tokenizer_config.json").read_text())
-        ranks = _ranks((path / RANKS).read_bytes())
-        code = ast.parse((path / _code_of(config)).read_text())
+        ranks = _parse_ranks((path / RANKS_FILE).read_bytes())
+        code = ast.parse((path / _code_file(config)).read_text())
         added = {int(number): token["content"] for number, token in config["added_tokens_decoder"].items()}
-    return Ranked(
+    return ConvertedRanks(
         tokenizer=_converted(ranks, _pattern(code), added), config=config, sorts_tools=_sorts_tools(code)
     )
 
 
-def _ranks(text: bytes) -> dict[bytes, int]:
+def _parse_ranks(text: bytes) -> dict[bytes, int]:
     pairs = (line.split() for line in text.splitlines() if line)
     return {base64.b64decode(token): int(rank) for token, rank in pairs}
 
 
-def _code_of(config: dict[str, Any]) -> str:
+def _code_file(config: dict[str, Any]) -> str:
     """The file of the module that `auto_map` names, as in `tokenization_kimi.TikTokenTokenizer`. It is beside
     the config.
     """
@@ -223,7 +223,7 @@ def _pattern(code: ast.Module) -> str:
             ]
             if len(pieces) == len(parts):
                 return "|".join(pieces)
-    raise ModelError(f"the pattern of {RANKS} cannot be read from the checkpoint's code; {_REMEDY}")
+    raise ModelError(f"the pattern of {RANKS_FILE} cannot be read from the checkpoint's code; {_SAVE_REMEDY}")
 
 
 def _sorts_tools(code: ast.Module) -> bool:
@@ -240,8 +240,10 @@ def _sorts_tools(code: ast.Module) -> bool:
     match functions:
         case [ast.FunctionDef(body=[first, *others, ast.Return(value=ast.Call(func=func))])]:
             spoken = {node.id for each in others for node in ast.walk(each) if isinstance(node, ast.Name)}
-            renders = ast.unparse(first) == _RENDERS and ast.unparse(func) == "super().apply_chat_template"
-            if renders and spoken <= _DECLARES:
+            renders = (
+                ast.unparse(first) == _SORT_STATEMENT and ast.unparse(func) == "super().apply_chat_template"
+            )
+            if renders and spoken <= _DECLARED_NAMES:
                 return True
     raise ModelError(
         "this checkpoint's own code makes its prompts (apply_chat_template), which is not run: its prompts"
@@ -252,7 +254,7 @@ def _sorts_tools(code: ast.Module) -> bool:
 def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> Tokenizer:
     letters = byte_letters()
     lettered = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    merges = [(lettered[left], lettered[right]) for left, right in _merges(ranks)]
+    merges = [(lettered[left], lettered[right]) for left, right in _all_merges(ranks)]
     tokenizer = Tokenizer(
         models.BPE({lettered[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True)
     )
@@ -272,7 +274,7 @@ def _converted(ranks: dict[bytes, int], pattern: str, added: dict[int, str]) -> 
     return tokenizer
 
 
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+def _all_merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
     """Every way to merge two tokens into one, in the order of the tokens, because tiktoken merges any two
     neighbours that form a token.
     """
@@ -288,5 +290,6 @@ def _check_ids(tokenizer: Tokenizer, added: dict[int, str]) -> None:
     wrong = [name for number, name in added.items() if tokenizer.token_to_id(name) != number]
     if wrong:
         raise ModelError(
-            f"the control token {wrong[0]!r} would get another id than the checkpoint gives it; {_REMEDY}"
+            f"the control token {wrong[0]!r} would get another id than the checkpoint gives it;"
+            f" {_SAVE_REMEDY}"
         )

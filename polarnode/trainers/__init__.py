@@ -1,7 +1,7 @@
 """A trajectory in the format of each trainer: one module per trainer, each a pure projection.
 
 A format holds nothing that the trajectory does not. Each module's docstring lists what its format cannot
-carry. What a format needs beyond the trajectory (an advantage, a group's number) is an argument.
+carry. Values that a format needs beyond the trajectory (an advantage, a group's number) are arguments.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,15 @@ __all__ = ["FORMATS", "Absent", "Arrays", "Format", "of_roles", "project"]
 
 @frozen(kw_only=True)
 class Format:
-    """A trainer's format: what one session becomes, and the function that makes it with default arguments."""
+    """A trainer's format: what a session becomes in it, and the function that makes it with default
+    arguments.
+    """
 
     what: str
     of_session: Callable[[Trajectory, Arrays], Any]
 
 
-_FORMATS = {
+_FORMATS_BY_NAME = {
     "verl": Format(
         what="AgentLoopOutput fields, a row each",
         of_session=lambda one, arrays: verl.agent_loop_outputs(one, arrays=arrays),
@@ -64,12 +66,12 @@ _FORMATS = {
         of_session=lambda one, arrays: atropos.scored_data([one], arrays=arrays),
     ),
 }
-FORMATS: Final[Mapping[str, Format]] = MappingProxyType(_FORMATS)
+FORMATS: Final[Mapping[str, Format]] = MappingProxyType(_FORMATS_BY_NAME)
 
 
 def project(name: str, trajectory: Trajectory, *, arrays: Arrays = "list") -> Any:
-    """One session in the named format. Refused for an unknown name, and for a session that the format cannot
-    carry.
+    """One session in the named format. Raises Refused for an unknown name, and for a session that the format
+    cannot carry.
     """
     if name not in FORMATS:
         raise Refused(f"format must be one of {', '.join(FORMATS)}, not {name!r}", path="?format")

@@ -1,8 +1,8 @@
 """AReaL: the dict of [1, T] tensors of each row, and that of a whole rollout with its rows padded to one
 length.
 
-`turn_ids` and `original_rewards` are of AReaL after 1.0.4 (areal-project/AReaL cbff54d64,
-areal/experimental/openai/types.py): `gae_timestep_unit: turn` needs the first, the second is what it logs as
+`turn_ids` and `original_rewards` belong to AReaL after 1.0.4 (areal-project/AReaL cbff54d64,
+areal/experimental/openai/types.py): `gae_timestep_unit: turn` needs the first, and AReaL logs the second as
 the task's reward. 1.0.4 ignores both. The format cannot carry temperatures, experts, top logprobs, rewards of
 turns, or versions that are not whole numbers (`number` converts yours). Versions are -1 on every token that
 is not trained in the row, including samples that are only context. AReaL treats a missing reward as 0, so a
@@ -11,10 +11,11 @@ session without a reward is refused.
 AReaL's `reward_norm` compares rows: a session of three rows counts three times in its group's mean. With an
 `estimator` the rewards here are advantages, compared by session; turn `reward_norm` off then.
 
-`teacher_logp` float32[1, T] is there if the rows carry their teacher's: the position before a token has the
-token's logprob, as AReaL's `compute_logp` gives it. Its actor (areal/trainer/ppo/actor.py, `grpo_loss_fn`)
-reads it, with two weights. Only with an `rl_loss_weight` of 0 does a teacher teach there: the term that it
-adds to a loss of rewards is own logprob less teacher's, whose gradient does not depend on the teacher.
+`teacher_logp` float32[1, T] is present if the rows carry their teacher's logprobs: the position before a
+token has the token's logprob, as AReaL's `compute_logp` gives it. Its actor (areal/trainer/ppo/actor.py,
+`grpo_loss_fn`) reads it, with two weights. A teacher has an effect there only with an `rl_loss_weight` of 0:
+the term that it adds to a loss of rewards is the policy's logprob less the teacher's, whose gradient does not
+depend on the teacher.
 """
 
 from collections.abc import Iterable
@@ -28,10 +29,10 @@ from polarnode.groups.group import Group
 from polarnode.groups.training_rows import Estimator
 from polarnode.groups.training_rows import rows_of as advantage_rows
 from polarnode.trainers.rows import (
-    NOT_SAMPLED,
+    UNSAMPLED_VERSION,
     Array,
     Arrays,
-    Native,
+    NativeKinds,
     Number,
     TrainedRow,
     as_arrays,
@@ -47,10 +48,10 @@ NAMES: Final = (
     "input_ids", "loss_mask", "logprobs", "versions", "turn_ids", "attention_mask", "rewards",
     "original_rewards", "truncated", "teacher_logp",
 )  # fmt: skip
-TENSORS: Final[Native] = dict.fromkeys(NAMES, "torch")
-# padding values other than 0: AReaL counts a version or a turn of 0 or more as generated, and pads with 0
-# itself
-NOTHING: Final = {"versions": NOT_SAMPLED, "turn_ids": NOT_SAMPLED}
+TENSORS: Final[NativeKinds] = dict.fromkeys(NAMES, "torch")
+# The padding values other than 0. AReaL counts a version or a turn of 0 or more as generated, and itself pads
+# with 0.
+NOTHING: Final = {"versions": UNSAMPLED_VERSION, "turn_ids": UNSAMPLED_VERSION}
 
 
 def tensors(
@@ -73,12 +74,12 @@ def rollout(
     distill_loss_weight: float = 0.005,
     arrays: Arrays = "list",
 ) -> dict[str, Any] | None:
-    """What a rollout workflow returns: the rows of all these sessions in one dict, padded on the right. None,
-    which AReaL drops, if there is no row.
+    """The return value of a rollout workflow: the rows of all these sessions in one dict, padded on the
+    right. If there is no row it is None, which AReaL drops.
 
     With an `estimator` (`polarnode.groups`), `rewards` holds each row's advantage over its group's sessions,
-    for which `group` must be a Group; `original_rewards` holds rewards in either case. The weights are
-    AReaL's of the loss of rewards and of the teacher's, and are there with `teacher_logp`.
+    for which `group` must be a Group; `original_rewards` holds rewards in either case. The two weights are
+    AReaL's, for the loss of rewards and for the teacher's; they are present with `teacher_logp`.
     """
     rows = _all_tensors(sessions(group), number)
     if not rows:
@@ -90,7 +91,7 @@ def rollout(
             row["rewards"] = numpy.array([compared.advantage], dtype=numpy.float32)
     longest = max(each["input_ids"].shape[1] for each in rows)
     found: dict[str, Any] = as_arrays(
-        {name: numpy.concatenate([_wide(each, name, longest) for each in rows]) for name in rows[0]},
+        {name: numpy.concatenate([_pad_tensor(each, name, longest) for each in rows]) for name in rows[0]},
         arrays,
         TENSORS,
     )
@@ -126,15 +127,17 @@ def _tensors(row: TrainedRow, number: Number) -> dict[str, Array]:
 
 
 def _turn_ids(row: TrainedRow) -> Array:
-    """int32[T]: which of the row's trained turns a trained token is of, from 0, and -1 on every other."""
-    found = numpy.full(len(row.tokens), NOT_SAMPLED, dtype=numpy.int32)
+    """int32[T]: the index of the turn of a trained token among the row's trained turns, from 0; -1 on every
+    other token.
+    """
+    found = numpy.full(len(row.tokens), UNSAMPLED_VERSION, dtype=numpy.int32)
     for number, span in enumerate(row.trained_spans):
         found[span.start : span.end] = number
-    found[row.mask == 0] = NOT_SAMPLED
+    found[row.mask == 0] = UNSAMPLED_VERSION
     return found
 
 
-def _wide(row: dict[str, Array], name: str, length: int) -> Array:
+def _pad_tensor(row: dict[str, Array], name: str, length: int) -> Array:
     value = row[name]
     if value.ndim == 1:
         return value

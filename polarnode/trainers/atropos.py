@@ -7,14 +7,14 @@ which row belongs to which session.
 Two things in Atropos' own code decide what may be posted. Its example trainer (example_trainer/data.py)
 normalises `scores` over the sequences of a group and never reads `advantages`, so a session of three rows
 counts three times there: such sessions need `advantages` here, and a trainer that reads them. Its API
-(atroposlib/api/server.py) keeps what has an `env_id` until it has exactly the `group_size` that this
-environment registered, for ever if no sum of posts comes to it.
+(atroposlib/api/server.py) keeps sequences with an `env_id` until it has exactly the `group_size` that this
+environment registered, and keeps them forever if no sum of posts equals it.
 
 A teacher's logprobs are `distill_token_ids` and `distill_logprobs` [sequence][position][1], as its
 `TeacherDistillationEnv` makes them with `teacher_top_k = 0` (NousResearch/atropos,
 atroposlib/envs/teacher_distillation_env.py; not in the package): the token itself, 1.0 where it is not
-trained, as for its own logprobs. It has those of a whole group or of none, and a group in which only some
-have them is refused.
+trained, as for its own logprobs. Either all rows of a group have a teacher's logprobs or none has; a group in
+which only some have them is refused.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers.rows import Array, Arrays, TrainedRow, as_arrays, rows_of, sessions, teachers
 
-IGNORED: Final = -100  # the label that losses ignore
+IGNORED_LABEL: Final = -100  # the label that losses ignore
 NO_LOGPROB: Final = 1.0  # not a possible logprob
 
 
@@ -43,8 +43,8 @@ def scored_data(
 ) -> dict[str, Any]:
     """The ScoredData of these sessions, one sequence per row. `advantages` are by session id and are repeated
     for each trained token. `group_size` is what the environment `env_id` registered. Without an `env_id` the
-    API queues a group of any size at once. `mask_truncated` writes Atropos' own word for a sequence that is
-    not to be trained, `set_advantage_to_zero`, where a budget or a limit ended it.
+    API queues a group of any size at once. `mask_truncated` marks each sequence that a budget or a limit
+    ended with `set_advantage_to_zero`, Atropos' own setting for a sequence that is not to be trained.
     """
     rows = [row for each in sessions(group) for row in rows_of(each)]
     if not rows:
@@ -55,9 +55,9 @@ def scored_data(
         _check_group_size(len(rows), group_size)
     data = {
         "tokens": [row.tokens for row in rows],
-        "masks": [numpy.where(row.mask == 1, row.tokens, IGNORED) for row in rows],
+        "masks": [numpy.where(row.mask == 1, row.tokens, IGNORED_LABEL) for row in rows],
         "scores": [_score(row) for row in rows],
-        "advantages": None if advantages is None else [_advantages(row, advantages) for row in rows],
+        "advantages": None if advantages is None else [_row_advantages(row, advantages) for row in rows],
         "inference_logprobs": [_where_trained(row, row.logprobs) for row in rows],
         "generation_params": None if generation_params is None else dict(generation_params),
         "env_id": env_id,
@@ -110,7 +110,7 @@ def _score(row: TrainedRow) -> float:
     return float(row.reward)
 
 
-def _advantages(row: TrainedRow, advantages: Mapping[str, float]) -> Array:
+def _row_advantages(row: TrainedRow, advantages: Mapping[str, float]) -> Array:
     session = row.trajectory.session_id
     if session not in advantages:
         raise Refused(f"no advantage is given for session {session}: give one for each, by session id")

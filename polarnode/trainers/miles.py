@@ -1,7 +1,7 @@
-"""miles: the fields of its `Sample` for each row, and the tensors its session server sends.
+"""miles: the fields of its `Sample` for each row, and the tensors that its session server sends.
 
-Source: radixark/miles 31f1ca9, `miles/utils/types.py`. A Sample is read next by
-`miles/ray/rollout/train_data_conversion.py`, what the session server sent by
+Source: radixark/miles 31f1ca9, `miles/utils/types.py`. A Sample is then read by
+`miles/ray/rollout/train_data_conversion.py`, and the session server's data by
 `miles/rollout/session/samples/codec.py`.
 
 A Sample is slime's with different names and types: experts are an int32 array [T - 1, layers, top_k], and
@@ -19,19 +19,19 @@ import numpy
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import Group
 from polarnode.trainers import slime
-from polarnode.trainers.rows import Arrays, Native, as_arrays
+from polarnode.trainers.rows import Arrays, NativeKinds, as_arrays
 
-SLIMES: Final = ("session_id",)  # fields of slime's Sample that miles does not have
-ALSO: Final[dict[str, Any]] = {
+SLIME_ONLY_FIELDS: Final = ("session_id",)  # fields of slime's Sample that miles does not have
+ADDED_FIELDS: Final[dict[str, Any]] = {
     "rollout_indexer_topk": None,
     "opd_reverse_kl": None,
     "adapter": None,
     "reward_spec": None,
 }
-SAMPLE: Final[Native] = {"rollout_routed_experts": "numpy"}
-WIRE: Final[Native] = {"tensors": "numpy"}
-# the fields that miles' decoder reads from the JSON of a sample; it refuses a sample without one of them
-WIRE_JSON: Final = (
+SAMPLE: Final[NativeKinds] = {"rollout_routed_experts": "numpy"}
+NATIVE_WIRE: Final[NativeKinds] = {"tensors": "numpy"}
+# The fields that miles' decoder reads from the JSON of a sample. It refuses a sample that lacks one of them.
+WIRE_METADATA_FIELDS: Final = (
     "response",
     "response_length",
     "reward",
@@ -70,21 +70,21 @@ def group_samples(
 def session_tensors(
     trajectory: Trajectory, *, decode: slime.Decode | None = None, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """What miles' session server answers for each row: `tensors` in its types, and `metadata` as JSON.
+    """The answer of miles' session server for each row: `tensors` in its types, and `metadata` as JSON.
     `response` has text if `decode` is given.
     """
     packed = slime.samples(trajectory, decode=decode, arrays="numpy")
     sent = [_wire(_renamed(each)) for each in packed if not each["remove_sample"]]
-    found: list[dict[str, Any]] = as_arrays(sent, arrays, WIRE)
+    found: list[dict[str, Any]] = as_arrays(sent, arrays, NATIVE_WIRE)
     return found
 
 
 def _renamed(sample: dict[str, Any]) -> dict[str, Any]:
     shared = sample["metadata"]["polarnode"].get("session_reward")
-    added = ALSO | {"routing_key": sample["session_id"]}
+    added = ADDED_FIELDS | {"routing_key": sample["session_id"]}
     if shared is not None and not sample["remove_sample"]:
         added["reward"] = shared
-    return {name: value for name, value in sample.items() if name not in SLIMES} | added
+    return {name: value for name, value in sample.items() if name not in SLIME_ONLY_FIELDS} | added
 
 
 def _wire(sample: dict[str, Any]) -> dict[str, Any]:
@@ -95,4 +95,4 @@ def _wire(sample: dict[str, Any]) -> dict[str, Any]:
     }
     if sample["rollout_routed_experts"] is not None:
         tensors["rollout_routed_experts"] = sample["rollout_routed_experts"]
-    return {"tensors": tensors, "metadata": {name: sample[name] for name in WIRE_JSON}}
+    return {"tensors": tensors, "metadata": {name: sample[name] for name in WIRE_METADATA_FIELDS}}

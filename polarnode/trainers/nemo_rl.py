@@ -1,4 +1,4 @@
-"""NeMo RL: a `message_log` for each row, and the output items of NeMo Gym from which NeMo RL makes one.
+"""NeMo RL: a `message_log` for each row, and the output items of NeMo Gym from which NeMo RL makes a log.
 
 Every assistant message in a message log is trained, so a sample that is only context is written as a user
 message. It cannot carry weight versions, temperatures, top logprobs, or rewards of turns; text is there only
@@ -21,7 +21,7 @@ from polarnode.core.trajectory import Trajectory
 from polarnode.trainers.rows import (
     Array,
     Arrays,
-    Native,
+    NativeKinds,
     TrainedRow,
     as_arrays,
     padded,
@@ -31,14 +31,14 @@ from polarnode.trainers.rows import (
 )
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's decode
-LOG: Final[Native] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
+LOG: Final[NativeKinds] = {"token_ids": "torch", "generation_logprobs": "torch", "routed_experts": "torch"}
 
 
 def results(
     trajectory: Trajectory, *, decode: Decode | None = None, arrays: Arrays = "list"
 ) -> list[dict[str, Any]]:
-    """What a rollout gives NeMo RL for each row: `message_log`, `input_message_log` (the prompt) and
-    `full_result` with the reward.
+    """The result of a rollout for each row: `message_log`, `input_message_log` (the prompt) and `full_result`
+    with the reward.
     """
     found: list[dict[str, Any]] = as_arrays(
         [_result(row, decode) for row in rows_of(trajectory)], arrays, LOG
@@ -48,24 +48,24 @@ def results(
 
 def gym_items(trajectory: Trajectory, *, arrays: Arrays = "list") -> list[list[dict[str, Any]]]:
     """For each row, the output items of its trained samples in order. Each item's prompt holds everything
-    before it. Samples that follow one another directly are one item: NeMo RL makes a tensor of floats of a
-    prompt that adds no token.
+    before it. Samples that follow one another directly are one item, because NeMo RL makes a tensor of floats
+    from a prompt that adds no token.
 
     `routed_experts` has a row for each token of the item's prompt and sample. For "native" it is the text of
-    NeMo RL's own codec: the numbers of a long session as JSON take its readers seconds.
+    NeMo RL's own codec, because reading the numbers of a long session from JSON takes seconds.
     """
     items = [_items(row) for row in rows_of(trajectory)]
     if arrays == "native":
-        items = [[_coded(item) for item in each] for each in items]
+        items = [[_encode_experts(item) for item in each] for each in items]
     found: list[list[dict[str, Any]]] = as_arrays(items, arrays)
     return found
 
 
-def _coded(item: dict[str, Any]) -> dict[str, Any]:
+def _encode_experts(item: dict[str, Any]) -> dict[str, Any]:
     experts = item.get("routed_experts")
     if experts is None:
         return item
-    rows, layers, top_k = experts.shape  # the codec has no unsigned bytes
+    rows, layers, top_k = experts.shape  # the codec has no type for unsigned bytes
     data = b64encode(experts.astype("<i2").tobytes()).decode()
     return item | {"routed_experts": f"nrlre1:int16:{rows}x{layers}x{top_k}:{data}"}
 

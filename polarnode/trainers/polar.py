@@ -1,9 +1,9 @@
 """A trajectory as Polar's SessionResult, with its rows as Polar's Traces.
 
-Polar's own classes read this. Its `timing` forbids unknown fields, so it has its four numbers and no more. A
-word of Polar's never gets a meaning that its bridges do not know; what Polar cannot express is in the
-metadata. A session that ran out of time has its rows and its reward here like any other; Polar's own would
-have none.
+Polar's own classes read this. Its `timing` forbids unknown fields, so only its four numbers are written. A
+word of Polar's never gets a meaning that its bridges do not know; facts that Polar cannot express are in the
+metadata. A session that ran out of time has its rows and its reward here, like any other session; Polar's own
+server would give none.
 
 The shapes are those of NVIDIA-NeMo/ProRL-Agent-Server, `src/polar/trajectory/models.py` and
 `src/polar/rollout/models.py` at 467f2ab, bac80ae and 063c948: one float of `response_logprobs` for each
@@ -29,7 +29,7 @@ from polarnode.tokens.rendering import tools_shape
 @frozen(kw_only=True)
 class RowMessages:
     """The messages of a row as OpenAI Chat has them: `prompt` before its first sample, `response` from there
-    on. `recorded` is False where a turn of the row has no messages: it was recorded by polarnode 0.1, or is
+    on. `recorded` is False if a turn of the row has no messages, because polarnode 0.1 recorded it or it is
     not in the journal any more. Nothing is decoded from tokens.
     """
 
@@ -39,12 +39,12 @@ class RowMessages:
     recorded: bool = False
 
 
-def messages_of(trace: Trace, turns: Mapping[int, Turn]) -> RowMessages:
+def row_messages(trace: Trace, turns: Mapping[int, Turn]) -> RowMessages:
     """The messages of a row."""
     if not trace.turn_spans:
         return RowMessages()
     whole = transcript(turns, trace.turn_spans[-1].turn)
-    prompt = prompt_of(turns, first_sampled(trace))
+    prompt = prompt_of(turns, first_sampled_turn(trace))
     if whole is None or prompt is None:
         return RowMessages()
     at = len(prompt.messages)
@@ -53,7 +53,7 @@ def messages_of(trace: Trace, turns: Mapping[int, Turn]) -> RowMessages:
     )
 
 
-def first_sampled(trace: Trace) -> int:
+def first_sampled_turn(trace: Trace) -> int:
     """The turn whose sample begins the row's response."""
     return next(
         (span.turn for span in trace.turn_spans if span.start >= trace.prompt_length),
@@ -62,7 +62,7 @@ def first_sampled(trace: Trace) -> int:
 
 
 def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
-    """The conversation that a turn answered, without its answer; None where messages are missing."""
+    """The conversation that a turn answered, without the answer; None if messages are missing."""
     turn = turns.get(index)
     if turn is None or turn.new_messages is None:
         return None
@@ -78,7 +78,7 @@ def prompt_of(turns: Mapping[int, Turn], index: int) -> Conversation | None:
 
 
 def tools_json(conversation: Conversation) -> Json:
-    """The tools the model was shown; null for none."""
+    """The tools that the model was shown; null if there were none."""
     found: Json = plain(tools_shape(conversation.tools))
     return found or None
 
@@ -103,7 +103,7 @@ def _message_json(message: Message) -> Json:
 
 
 def answer_json(answer: Answer | None) -> Json:
-    """An answer as the message a client got."""
+    """An answer as the message that a client got."""
     return _message_json(answer.as_message() if answer is not None else Message(role="assistant"))
 
 
@@ -114,10 +114,11 @@ KEY: Final = "polarnode"
 
 @frozen(kw_only=True)
 class Origin:
-    """Where a task came from: Polar's `task_id` and `session_id` (None: as ours). `run` counts the tasks that
-    were submitted under one task_id, from 1; `notes` list what of the request is done otherwise here.
+    """The origin of a task: Polar's `task_id` and `session_id` (None: the same as ours). `run` counts the
+    tasks that were submitted under one task_id, from 1; `notes` list the parts of the request that are done
+    differently here.
 
-    It is kept in the task's metadata, so that a reader of a trajectory can name it as its trainer did.
+    It is kept in the task's metadata, so that a reader of a trajectory can use the trainer's own ids.
     """
 
     task_id: str | None = None
@@ -175,7 +176,7 @@ TaskWord = Literal["running", "completed", "failed"]
 
 # By the phase of a session that is not over. Rows are built after the evaluation, in no time, so that no
 # session is BUILDING.
-PHASES: Final[Mapping[str, SessionWord]] = {
+PHASE_WORDS: Final[Mapping[str, SessionWord]] = {
     "pending": "REGISTERED",
     "init": "INITIALIZING",
     "ready": "READY",
@@ -192,17 +193,17 @@ STATUSES: Final[Mapping[Status, SessionWord]] = {
     "cancelled": "ERROR",
     "interrupted": "ERROR",
 }
-_FINISHES: Final[Mapping[FinishReason, str]] = {"stop_string": "stop"}
+_FINISH_WORDS: Final[Mapping[FinishReason, str]] = {"stop_string": "stop"}
 
 
 def outcome_word(outcome: Outcome | None, phase: str = "pending") -> SessionWord:
-    """The status of a session that is over, or in a phase."""
-    return PHASES[phase] if outcome is None else STATUSES[outcome.status]
+    """Polar's status of a session that is over or in a phase."""
+    return PHASE_WORDS[phase] if outcome is None else STATUSES[outcome.status]
 
 
 def task_word(*, finished: bool, cancelled: bool) -> TaskWord:
-    """The status of a task: completed however its sessions ended, but failed if it was cancelled, so that no
-    client waits for the rest.
+    """Polar's status of a task: completed however its sessions ended, but failed if it was cancelled, so that
+    no client waits for the rest.
     """
     if not finished:
         return "running"
@@ -211,7 +212,7 @@ def task_word(*, finished: bool, cancelled: bool) -> TaskWord:
 
 def finish_word(reason: FinishReason) -> str:
     """Why a sample ended."""
-    return _FINISHES.get(reason, reason)
+    return _FINISH_WORDS.get(reason, reason)
 
 
 def error_text(outcome: Outcome) -> str | None:
@@ -226,8 +227,8 @@ def error_text(outcome: Outcome) -> str | None:
 
 
 def trace_json(trace: Trace, turns: dict[int, Turn], outcome: Outcome) -> dict[str, Json]:
-    """One row: what comes before its first sample is the prompt, the rest the response."""
-    at, messages = trace.prompt_length, messages_of(trace, turns)
+    """One row as a Trace: the tokens before its first sample are the prompt, the rest are the response."""
+    at, messages = trace.prompt_length, row_messages(trace, turns)
     return {
         "prompt_ids": list[Json](trace.token_ids[:at]),
         "response_ids": list[Json](trace.token_ids[at:]),
@@ -238,7 +239,7 @@ def trace_json(trace: Trace, turns: dict[int, Turn], outcome: Outcome) -> dict[s
         "finish_reason": finish_word(trace.finish_reason),
         "response_logprobs": list[Json](trace.logprobs[at:]),
         "reward": trace.reward,
-        "reward_components": {},  # an evaluator here gives a reward, not a sum of named parts
+        "reward_components": {},  # an evaluator here gives one reward, not a sum of named parts
         "metadata": {
             **_metadata(trace, turns, recorded=messages.recorded),
             **_training_filter(trace, outcome),
@@ -251,7 +252,7 @@ def _metadata(trace: Trace, turns: dict[int, Turn], *, recorded: bool) -> dict[s
         "lineage": trace.lineage,
         "role": trace.role,
         "weight_versions": list[Json](weight_versions(trace.version_spans)),
-        # of the whole row, prompt and response, as are the turns' spans
+        # The spans are positions in the whole row, prompt and response, as are the turns' spans.
         "version_spans": plain(trace.version_spans),
         "turn_spans": plain(trace.turn_spans),
         "offset": trace.offset,
@@ -289,10 +290,10 @@ def completion_id(turn: Turn) -> str:
 
 # ── results ────────────────────────────────────────────────────────────
 
-# metadata that bridges set on a task and read in its results
-SCHEDULING = ("group_id", "policy_version", "rollout_step")
-# the reason in forks of Polar where a budget of calls ended a session, which bridges then train: of all
-# calls, or of equal ones in a row, for which Polar has no word
+# Metadata that bridges set on a task and read in its results.
+SCHEDULING_KEYS = ("group_id", "policy_version", "rollout_step")
+# The reason that forks of Polar give if a budget of calls ended a session, which bridges then train. It is
+# used for the budget of all calls, and for that of equal calls in a row, for which Polar has no word.
 MAX_STEPS = "max_steps"
 STEP_CLOCKS: Final[frozenset[Clock]] = frozenset(("turns", "repeats"))
 
@@ -303,7 +304,7 @@ AGENT_TIMEOUT: Final = "agent_timeout"
 
 
 def agent_timed_out(outcome: Outcome) -> bool:
-    """Whether the agent's own budget ended its run, so that its rows are those of the policy."""
+    """Whether the agent's own budget ended its run, so that its rows are the policy's own work."""
     return outcome.status == "timeout" and outcome.clock in AGENT_CLOCKS
 
 
@@ -320,7 +321,7 @@ def _agent_result(outcome: Outcome) -> dict[str, Json]:
         }
     elif outcome.status == "timeout":
         ended = {"status": "timeout", "timeout_source": "session"}
-    else:  # of a session that the evaluator failed, the agent may have ended well
+    else:  # if the evaluator failed the session, its agent may have ended well
         well = outcome.status == "completed" or outcome.exit_code == 0
         ended = {"status": "completed" if well else "failed"}
     reason = error_text(outcome)
@@ -328,7 +329,7 @@ def _agent_result(outcome: Outcome) -> dict[str, Json]:
 
 
 def _training_filter(trace: Trace, outcome: Outcome) -> dict[str, Json]:
-    """What Polar's gateway writes to the rows of an agent that ran out of its own budget."""
+    """The value that Polar's gateway writes to the rows of an agent that used up its own budget."""
     if not agent_timed_out(outcome) or not trace.loss_mask.count(1):
         return {}
     return {
@@ -343,7 +344,9 @@ def _training_filter(trace: Trace, outcome: Outcome) -> dict[str, Json]:
 
 
 def session_result(trajectory: Trajectory, spec: TaskSpec | None) -> dict[str, Json]:
-    """A session that is over. `spec` is its task's; None where it has none."""
+    """The SessionResult of a session that is over. `spec` is the spec of its task, or None if there is
+    none.
+    """
     outcome, origin, metadata = (
         trajectory.outcome,
         origin_of(trajectory.metadata),
@@ -373,7 +376,9 @@ def missing_result(
     *,
     error: str = "its trajectory went when the node's journal was over its retention",
 ) -> dict[str, Json]:
-    """A session whose trajectory is not kept any more, or cannot be read: how it ended, and no rows."""
+    """The SessionResult of a session whose trajectory is no longer kept or cannot be read: how it ended, and
+    no rows.
+    """
     status: SessionWord = STATUSES[outcome.status]
     origin = origin_of(metadata)
     return {
@@ -407,18 +412,20 @@ def _trajectory_json(
             "record_count": len(trajectory.turns),
             "task_metadata": metadata,
             "trace_count": len(traces),
-            "reconstruction_stats": _stats(trajectory),
+            "reconstruction_stats": _reconstruction_stats(trajectory),
             "agent_result": _agent_result(trajectory.outcome),
-            **{name: metadata[name] for name in SCHEDULING if name in metadata},
-            "evaluation": _evaluation(trajectory, spec),
+            **{name: metadata[name] for name in SCHEDULING_KEYS if name in metadata},
+            "evaluation": _evaluation_json(trajectory, spec),
         },
         "traces": traces,
         "error": error_text(trajectory.outcome),
     }
 
 
-def _stats(trajectory: Trajectory) -> dict[str, Json]:
-    """Every chain is whole: a row that cannot be extended is followed by another, and nothing is dropped."""
+def _reconstruction_stats(trajectory: Trajectory) -> dict[str, Json]:
+    """Polar's statistics. Every chain is whole: a row that cannot be extended is followed by another, and
+    nothing is dropped.
+    """
     chains = sum(trace.part == 0 for trace in trajectory.traces)
     return {
         "chains_total": chains,
@@ -429,7 +436,7 @@ def _stats(trajectory: Trajectory) -> dict[str, Json]:
     }
 
 
-def _evaluation(trajectory: Trajectory, spec: TaskSpec | None) -> Json:
+def _evaluation_json(trajectory: Trajectory, spec: TaskSpec | None) -> Json:
     if trajectory.reward is None:
         return None
     strategy = None if spec is None else spec.evaluator.import_path or spec.evaluator.name
@@ -442,7 +449,7 @@ def _evaluation(trajectory: Trajectory, spec: TaskSpec | None) -> Json:
 
 def _timing_json(timing: Timing) -> dict[str, Json]:
     return {
-        "register_to_init_queue_ms": 0.0,  # waiting for a slot is not counted here
+        "register_to_init_queue_ms": 0.0,  # the time of waiting for a slot is not recorded
         "init_ms": 1000.0 * timing.init_s,
         "run_ms": 1000.0 * timing.run_s,
         "postrun_ms": 1000.0 * timing.post_s,

@@ -12,8 +12,8 @@ rollout, outside the sample), rewards, top logprobs, or which session a row belo
 (`part`) does not show its position in the whole row.
 
 A teacher's logprobs are `ref_logprobs` of a sample, and `reference_logprobs` of a node's trained tokens; None
-where a row has none. prime-rl's `opd` and `opsd` (src/prime_rl/orchestrator/algo/) keep those that are there
-and have their own teacher score the others; their loss component is `ref_kl`.
+where a row has none. prime-rl's `opd` and `opsd` (src/prime_rl/orchestrator/algo/) keep those that are
+present and have their own teacher score the others; their loss component is `ref_kl`.
 """
 
 from collections.abc import Iterator
@@ -49,8 +49,8 @@ def training_samples(
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """A TrainingSample for each row. `advantage` is the session's and is repeated for each trained token;
-    without one the field is None. `temperature` is used for turns that the trajectory was read without;
-    `routed_experts.data` stays bytes.
+    without one the field is None. `temperature` is used for turns that are missing because the trajectory was
+    read without them; `routed_experts.data` stays bytes.
     """
     rows = [_sample(row, env_name, advantage, temperature) for row in rows_of(trajectory)]
     found: list[dict[str, Any]] = as_arrays(rows, arrays)
@@ -73,8 +73,8 @@ def trace_nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
     """The session as the `MessageNode` fields of one verifiers trace: a branch from root to leaf for each
     row, so each row is one sample and the session one trace, however many rows it has.
 
-    A trained turn is a `sampled` node: its tokens, its mask, and the logprobs of its trained tokens. What
-    stands between two of them is one node of the role user. `message` is text where the turns were read
+    A trained turn is a `sampled` node: its tokens, its mask, and the logprobs of its trained tokens. The
+    tokens between two of them are one node of the role user. `message` is text where the turns were read
     whole (`turns=full`), else empty; nothing is trained from text. `routed_experts` [tokens, layers, top_k]
     stay numpy arrays.
     """
@@ -96,7 +96,9 @@ def trace_nodes(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def _stretches(row: TrainedRow) -> Iterator[tuple[int, int, int, bool]]:
-    """(start, end, turn, sampled) of each trained sample, and of what is before it or after the last."""
+    """(start, end, turn, sampled) of each trained sample, of the tokens before it, and of those after the
+    last.
+    """
     place = 0
     for span in row.trained_spans:
         if span.start > place:

@@ -20,12 +20,12 @@ from polarnode.groups.group import Group, check_flat
 # The kind of the arrays returned: lists (the default, fit for JSON), numpy, torch, or for each field the kind
 # that the trainer documents.
 Arrays = Literal["list", "numpy", "torch", "native"]
-# the fields that a trainer documents as arrays, with their kind; all others are lists
-Native = Mapping[str, Literal["numpy", "torch"]]
+# The fields that a trainer documents as arrays, with their kind; all other fields are lists.
+NativeKinds = Mapping[str, Literal["numpy", "torch"]]
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[str], int]  # converts a weight version to the whole number that a trainer counts
 
-NOT_SAMPLED: Final = -1  # the version of a token that was not sampled, as AReaL writes it
+UNSAMPLED_VERSION: Final = -1  # the version of a token that was not sampled, as AReaL writes it
 
 
 @frozen(kw_only=True)
@@ -54,8 +54,8 @@ class TrainedRow:
     @property
     def truncated(self) -> bool:
         """Whether a budget ended its session (of turns, tokens or time, or of turns that repeat), or a limit
-        cut its last answer. It is what trainers mask that leave truncated samples out, whatever their name
-        for it, and has nothing to do with the last token: a session may end between two whole answers.
+        cut its last answer. Trainers that leave truncated samples out mask these rows, whatever they call it.
+        The last token says nothing about it: a session may end between two whole answers.
         """
         return self.trajectory.outcome.status == "timeout" or self.trace.finish_reason == "length"
 
@@ -76,7 +76,7 @@ class TrainedRow:
 
     @property
     def teacher(self) -> Array:
-        """float32[T], 0 where the mask is 0: the logprobs of its teacher. Refused if it has none."""
+        """float32[T]: the logprobs of its teacher, 0 where the mask is 0. Raises Refused if it has none."""
         found = self.trace.teacher_logprobs
         if found is None:
             why = "; ".join(each for each in self.trace.missing_extras if "teacher" in each)
@@ -134,8 +134,8 @@ def of_roles(trajectory: Trajectory, *roles: TurnRole) -> Trajectory:
 
 
 def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """The trajectories to project: the usable ones of a group, or all of an iterable. Refused for a group
-    that is a tree.
+    """The trajectories to project: the usable ones of a group, or all of an iterable. Raises Refused for a
+    group that is a tree.
     """
     if not isinstance(source, Group):
         return tuple(source)
@@ -144,14 +144,16 @@ def sessions(source: Group | Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def alone(group: Group) -> bool:
-    """Whether one session of several is left: nothing is there to compare it with, and a trainer that takes
-    a baseline of 0 for it would train its reward as it is.
+    """Whether only one session of several is left. There is nothing to compare it with, and a trainer that
+    takes 0 as its baseline would train its reward as it is.
     """
     return len(group.members) > 1 and len(group.usable) == 1
 
 
 def only_row(trajectory: Trajectory) -> TrainedRow:
-    """The single row of a session, for formats with one per session. Refused if it has none or several."""
+    """The single row of a session, for formats with one row per session. Raises Refused if it has none or
+    several.
+    """
     found = rows_of(trajectory)
     if len(found) != 1:
         raise Refused(
@@ -166,7 +168,9 @@ def only_row(trajectory: Trajectory) -> TrainedRow:
 
 
 def version_number(version: str) -> int:
-    """A version that is a whole number in digits. Refused otherwise: pass your own conversion as `number`."""
+    """Convert a version that is a whole number in digits. Raises Refused for any other version: pass your own
+    conversion as `number`.
+    """
     if not (version.isascii() and version.isdigit()):
         raise Refused(
             f"the weight version {version!r} is no whole number, which this format counts in: pass number=, a"
@@ -176,18 +180,18 @@ def version_number(version: str) -> int:
 
 
 def versions_of(row: TrainedRow) -> tuple[str, ...]:
-    """The weight versions of its trained tokens, one per version span, in order."""
+    """The weight versions of the row's trained tokens, one per version span, in order."""
     mask = row.trace.loss_mask
     return tuple(span.version for span in row.trace.version_spans if mask.find(1, span.start, span.end) >= 0)
 
 
 def version_array(row: TrainedRow, number: Number) -> Array:
     """int64[T]: the version of each trained token, -1 on every other."""
-    found = numpy.full(len(row.tokens), NOT_SAMPLED, dtype=numpy.int64)
+    found = numpy.full(len(row.tokens), UNSAMPLED_VERSION, dtype=numpy.int64)
     for span in row.trace.version_spans:
         found[span.start : span.end] = number(span.version)
-    found[row.mask == 0] = NOT_SAMPLED
-    if bool((found[row.mask == 1] == NOT_SAMPLED).any()):
+    found[row.mask == 0] = UNSAMPLED_VERSION
+    if bool((found[row.mask == 1] == UNSAMPLED_VERSION).any()):
         raise Refused(
             f"{row.name} has trained tokens without a weight version, which this format needs for each: it"
             " was not made by this node"
@@ -199,8 +203,8 @@ def version_array(row: TrainedRow, number: Number) -> Array:
 
 
 def temperatures(row: TrainedRow, temperature: float | None) -> Array:
-    """float64[T]: the temperature of each trained token, 1 on every other. `temperature` is used where the
-    turn was not read.
+    """float64[T]: the temperature of each trained token, 1 on every other. `temperature` is used for turns
+    that were not read.
     """
     by_turn = {turn.index: turn.used.temperature for turn in row.trajectory.turns}
     found = numpy.ones(len(row.tokens), dtype=numpy.float64)
@@ -241,8 +245,8 @@ def padded(values: Array, rows: int) -> Array:
 
 
 def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
-    """(ids int32[N, k], logprobs float32[N, k]) of its N trained tokens, likeliest first. None if they were
-    not recorded.
+    """(ids int32[N, k], logprobs float32[N, k]) of the row's N trained tokens, likeliest first. None if they
+    were not recorded.
     """
     top = row.trace.top
     if top is None:
@@ -258,8 +262,8 @@ def top_logprobs(row: TrainedRow) -> tuple[Array, Array] | None:
 
 
 def teachers(rows: Sequence[TrainedRow]) -> list[Array] | None:
-    """The teacher's logprobs of each row; None if no row has them. Refused if only some have: trainers read
-    them of every row of a batch or of none.
+    """The teacher's logprobs of each row; None if no row has them. Raises Refused if only some have them,
+    because trainers read them from every row of a batch or from none.
     """
     if all(row.trace.teacher_logprobs is None for row in rows):
         return None
@@ -267,8 +271,8 @@ def teachers(rows: Sequence[TrainedRow]) -> list[Array] | None:
 
 
 def predicted(values: Array) -> Array:
-    """`values` [T] of tokens, each at the position that predicts its token; 0 at the last, as trainers have
-    it that compare whole sequences of logits.
+    """The `values` [T] of tokens, each moved to the position that predicts its token; 0 at the last position.
+    Trainers that compare whole sequences of logits use this form.
     """
     return numpy.append(values[1:], values[:1] * 0)
 
@@ -276,7 +280,7 @@ def predicted(values: Array) -> Array:
 # ── arrays ─────────────────────────────────────────────────────────────────────
 
 
-def as_arrays(value: Any, arrays: Arrays, native: Native = MappingProxyType({})) -> Any:
+def as_arrays(value: Any, arrays: Arrays, native: NativeKinds = MappingProxyType({})) -> Any:
     """`value` with every array converted to the kind `arrays`; for "native", `native` maps field names to
     kinds.
     """

@@ -2,10 +2,10 @@
 
 Rows are in order, `is_last_step` on the last of each session: with several rows per session SkyRL must be
 step-wise (`generator.step_wise_trajectories=true`). It gives all rows of a session the advantage of the last
-row's reward, so each has its session's; a lineage's own cannot be carried. Nor can weight versions,
-temperatures, top logprobs, or rewards of turns. The stop reason of a row is `length` where a budget ended its
-session or a limit its last answer, which is what SkyRL's overlong filtering masks. Experts are lists for
-0.3.0 and arrays ("native") after it.
+row's reward, so each row has its session's reward; a lineage's own reward cannot be carried. Weight versions,
+temperatures, top logprobs and rewards of turns cannot be carried either. The stop reason of a row is `length`
+if a budget ended its session or a limit cut its last answer; SkyRL's overlong filtering masks such rows.
+Experts are lists for 0.3.0 and arrays ("native") after it.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from polarnode.trainers.rows import (
     Absent,
     Array,
     Arrays,
-    Native,
+    NativeKinds,
     TrainedRow,
     as_arrays,
     only_row,
@@ -41,9 +41,9 @@ STOPS: Final[dict[FinishReason, str]] = {
     "abort": "abort",
     "error": "error",
 }
-# the stop reason of a placeholder, which SkyRL treats as unfinished
-STAND_IN: Final = "absent"
-OUTPUT: Final[Native] = {"rollout_expert_indices": "numpy"}
+# The stop reason of a placeholder, which SkyRL treats as unfinished.
+STAND_IN_REASON: Final = "absent"
+OUTPUT: Final[NativeKinds] = {"rollout_expert_indices": "numpy"}
 
 
 @frozen
@@ -79,9 +79,11 @@ def generator_output(
     * A batch in which only some rows have their experts is refused: `experts=False` leaves all experts out.
     """
     places = _places(group, trajectory_ids)
-    baseline = _baseline(places)
+    baseline = _mean_rewards(places)
     rows = [
-        entry for place in places for entry in _entries(place, step_wise, absent, baseline.get(place.ids[0]))
+        entry
+        for place in places
+        for entry in _place_entries(place, step_wise, absent, baseline.get(place.ids[0]))
     ]
     if not rows:
         raise Refused("a GeneratorOutput of no session is none")
@@ -118,7 +120,7 @@ def _places(group: Group | Iterable[Trajectory], ids: Sequence[tuple[str, int]] 
     return [evolve(place, ids=(str(each[0]), int(each[1]))) for place, each in zip(found, ids, strict=True)]
 
 
-def _baseline(places: list[_Place]) -> dict[str, float]:
+def _mean_rewards(places: list[_Place]) -> dict[str, float]:
     """The mean reward of each instance's usable sessions."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for place in places:
@@ -127,7 +129,7 @@ def _baseline(places: list[_Place]) -> dict[str, float]:
     return {instance: sum(each) / len(each) for instance, each in rewards.items()}
 
 
-def _entries(
+def _place_entries(
     place: _Place, step_wise: bool | None, absent: Absent | None, baseline: float | None
 ) -> list[dict[str, Any]]:
     session = place.session
@@ -166,7 +168,7 @@ def _whose(trajectory: Trajectory | None, ids: tuple[str, int]) -> dict[str, Any
     evaluation = None if trajectory is None else trajectory.metrics.get("evaluation")
     return {
         "trajectory_ids": {"instance_id": ids[0], "repetition_id": ids[1]},
-        # for each row, as SkyRL's step-wise evaluation demands of every list
+        # This list has an entry for each row, as SkyRL's step-wise evaluation demands of every list.
         "trajectory_generation_times": 0.0 if trajectory is None else trajectory.timing.run_s,
         "env_metrics": {
             **(evaluation if isinstance(evaluation, dict) else {}),
@@ -194,7 +196,7 @@ def _stand_in(place: _Place, absent: Absent | None, baseline: float | None) -> d
         "response_ids": token,
         "rewards": float(reward),
         "loss_masks": numpy.zeros(1, dtype=numpy.uint8),
-        "stop_reasons": STAND_IN,
+        "stop_reasons": STAND_IN_REASON,
         "rollout_logprobs": numpy.zeros(1, dtype=numpy.float32),
         "rollout_expert_indices": None,
         "is_last_step": True,
@@ -215,7 +217,7 @@ def _all_or_none(columns: dict[str, list[Any]]) -> list[Array] | None:
 
 
 def _no_experts(like: Array, stop_reason: str) -> Array:
-    if stop_reason != STAND_IN:
+    if stop_reason != STAND_IN_REASON:
         raise Refused(
             "some of these rows carry their experts and some do not, and SkyRL has those of all or of none:"
             " pass experts=False"

@@ -1,6 +1,6 @@
 """slime: the fields of a `Sample` for each row, as `Sample.from_dict` takes them.
 
-Source: THUDM/slime 624b824 (0.3.1), `slime/utils/types.py`. A Sample is read next by `slime/ray/rollout.py`
+Source: THUDM/slime 624b824 (0.3.1), `slime/utils/types.py`. A Sample is then read by `slime/ray/rollout.py`
 (`_convert_samples_to_train_data`), `slime/utils/dp_schedule.py` and `slime/backends/megatron_utils/data.py`.
 
 A Sample cannot carry temperatures or top logprobs. It lists weight versions, one per version span; the spans
@@ -13,7 +13,7 @@ themselves are in `metadata["polarnode"]["version_spans"]`. All rows of a sessio
 Sample, and then needs it in all: a group in which only some usable sessions have it is refused.
 
 A session that cannot be trained on becomes a stand-in: one untrained token with `remove_sample`, so that the
-group keeps its size. In a group its reward is the mean of the others', which moves no baseline.
+group keeps its size. In a group its reward is the mean of the others' rewards, so that it moves no baseline.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from polarnode.core.trajectory import Status, Trajectory
 from polarnode.groups.group import Group, check_flat
 from polarnode.trainers.rows import (
     Arrays,
-    Native,
+    NativeKinds,
     TrainedRow,
     as_arrays,
     routed,
@@ -39,7 +39,7 @@ from polarnode.trainers.rows import (
 
 Decode = Callable[[Sequence[int]], str]  # a tokenizer's decode
 
-SAMPLE: Final[Native] = {"rollout_routed_experts": "torch"}
+SAMPLE: Final[NativeKinds] = {"rollout_routed_experts": "torch"}
 
 # slime's statuses: aborted may be retried, failed may still hold valid output, truncated reached a limit.
 STATUS: Final[dict[Status, str]] = {
@@ -153,7 +153,7 @@ def _sample(row: TrainedRow, decode: Decode | None) -> dict[str, Any]:
         "rollout_routed_experts": None if experts is None else experts.astype(numpy.int32),
         "remove_sample": False,
         "status": status,
-        "metadata": {**row.trajectory.metadata, "polarnode": _own(row.trajectory) | _place_of(row)},
+        "metadata": {**row.trajectory.metadata, "polarnode": _own(row.trajectory) | _row_metadata(row)},
         "session_id": row.trajectory.session_id,
         "prefix_cache_info": {
             "cached_tokens": sum(turn.usage.cached_tokens for turn in turns),
@@ -205,7 +205,7 @@ def _own(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _place_of(row: TrainedRow) -> dict[str, Any]:
+def _row_metadata(row: TrainedRow) -> dict[str, Any]:
     """Which row of its session it is, its own reward, and the weight version of each stretch of its tokens:
     `[start, end, version]`, counted from the first token of the response.
     """

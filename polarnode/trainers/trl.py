@@ -9,10 +9,10 @@ only when it corrects for another sampler (use_vllm), and has no field for a tea
 drops stale rows: for a row that several weights sampled it is the oldest, and `metrics` counts the versions
 as `weight_versions`.
 
-TRL takes a completion for truncated whose last token ends no answer (`mask_truncated_completions`). A
-session may be ended by a budget between two whole answers: its completion gets one more token, untrained,
-that ends none. With `ends`, the trainer's own ids of such tokens, the completion of a whole session always
-has one last.
+TRL takes a completion for truncated if its last token does not end an answer (`mask_truncated_completions`).
+If a budget ended a session between two whole answers, its completion gets one more untrained token that ends
+no answer. With `ends`, the trainer's ids of tokens that end an answer, the completion of a whole session
+always ends with one of them.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from polarnode.groups.group import Group, check_flat
 from polarnode.trainers.rows import (
     Absent,
     Arrays,
-    Native,
+    NativeKinds,
     Number,
     TrainedRow,
     as_arrays,
@@ -38,10 +38,10 @@ from polarnode.trainers.rows import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
-# what to do with a session of several rows where there is room for one
-Several = Literal["last", "refuse"]
-ROLLOUT: Final[Native] = {"input_ids": "numpy", "completion_mask": "numpy", "old_log_probs": "numpy"}
-DISTILLED: Final[Native] = dict.fromkeys(
+# What to do with a session of several rows if there is room for only one.
+SeveralRows = Literal["last", "refuse"]
+ROLLOUT: Final[NativeKinds] = {"input_ids": "numpy", "completion_mask": "numpy", "old_log_probs": "numpy"}
+NATIVE_DISTILLATION: Final[NativeKinds] = dict.fromkeys(
     ("input_ids", "completion_mask", "teacher_topk_ids", "teacher_topk_logprobs"), "numpy"
 )
 
@@ -53,8 +53,8 @@ def rollout_output(
     ends: Collection[int] = (),
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """What `rollout_func` returns for these sessions, in their order: one for each prompt that it was called
-    with.
+    """The return value of `rollout_func` for these sessions, in their order: one for each prompt that it was
+    called with.
 
     `reward`, `session_id` and `group_id` reach reward functions by name. A missing reward is None, and TRL
     trains nothing on that session. A session without a row is refused unless `absent` is given; the
@@ -71,11 +71,12 @@ def rollout_members(
     group: Group,
     *,
     absent: Absent,
-    several: Several = "last",
+    several: SeveralRows = "last",
     ends: Collection[int] = (),
     arrays: Arrays = "list",
 ) -> dict[str, Any]:
-    """What `rollout_func` returns for every member of a group, usable or not, in the order of their samples.
+    """The return value of `rollout_func` for every member of a group, usable or not, in the order of their
+    samples.
 
     TRL normalises over the members that have a reward, so one that is not usable has none: its reward is
     None and its one token is untrained. `several`: of a session with several rows keep the "last" of role
@@ -89,7 +90,7 @@ def rollout_members(
         trajectory = usable.get(member.session_id)
         if trajectory is None or not rows_of(trajectory):
             nothing = {"session_id": member.session_id, "group_id": group.group_id, "reward": None}
-            found.append(_placeholder(absent) | nothing | {"rows_left_out": 0, "unusable": 1})
+            found.append(_placeholder_fields(absent) | nothing | {"rows_left_out": 0, "unusable": 1})
             continue
         kept = only_row(trajectory) if several == "refuse" else _kept(trajectory)
         left = {"rows_left_out": kept.count - 1, "unusable": 0}
@@ -122,7 +123,7 @@ def training_sequences(
     """A TrainingSequence for each row. `rollout_id` is the session's id unless given."""
     whose = trajectory.session_id if rollout_id is None else rollout_id
     found: list[dict[str, Any]] = as_arrays(
-        [_sequence(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays
+        [_sequence_fields(row) | {"rollout_id": whose} for row in rows_of(trajectory)], arrays
     )
     return found
 
@@ -154,7 +155,7 @@ def rollout_samples(
             f" {trajectory.session_id}: give one for each row, or one number"
         )
     rows = [
-        _sequence(row) | shared | {"advantage": float(one)} | _versions(row, number)
+        _sequence_fields(row) | shared | {"advantage": float(one)} | _versions(row, number)
         for row, one in zip(trained, each, strict=True)
     ]
     found: list[dict[str, Any]] = as_arrays(rows, arrays, ROLLOUT)
@@ -172,7 +173,7 @@ def distillation_samples(
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
     """A RolloutSample of trl.experimental.async_distillation for each row, for `beta=1.0` (reverse KL), which
-    reads the teacher's logprob of each sampled token alone. Refused for a row without them.
+    reads only the teacher's logprob of each sampled token. Raises Refused for a row without them.
     """
     shared = {
         "prompt": list(prompt),
@@ -195,13 +196,13 @@ def distillation_samples(
                 **_versions(row, number),
             }
         )
-    found: list[dict[str, Any]] = as_arrays(rows, arrays, DISTILLED)
+    found: list[dict[str, Any]] = as_arrays(rows, arrays, NATIVE_DISTILLATION)
     return found
 
 
 def _rollout(trajectory: Trajectory, absent: Absent | None, ends: Collection[int]) -> dict[str, Any]:
     if absent is not None and not rows_of(trajectory):
-        return _placeholder(absent) | _identity(trajectory)
+        return _placeholder_fields(absent) | _identity(trajectory)
     return _completion(only_row(trajectory), ends) | _identity(trajectory)
 
 
@@ -232,13 +233,15 @@ def _completion(row: TrainedRow, ends: Collection[int]) -> dict[str, Any]:
 
 
 def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
-    """The untrained token with which a completion must end to be taken for what it is; None for none."""
+    """The untrained token that must be added so that TRL takes a completion rightly as truncated or whole;
+    None if no token is needed.
+    """
     last = int(row.tokens[-1])
     if not row.truncated:
         return next(iter(ends)) if ends and last not in ends else None
     if ends:
         ending = set(ends)
-    else:  # the last token of each sample ends it, but for one that was cut
+    else:  # the last token of each sample ends it, unless the sample was cut
         spans = row.trace.turn_spans
         whole = spans[:-1] if row.trace.finish_reason == "length" else spans
         ending = {int(row.tokens[span.end - 1]) for span in whole}
@@ -248,7 +251,7 @@ def _last_token(row: TrainedRow, ends: Collection[int]) -> int | None:
     return next(token for token in tokens if token not in ending)
 
 
-def _placeholder(absent: Absent) -> dict[str, Any]:
+def _placeholder_fields(absent: Absent) -> dict[str, Any]:
     """One untrained token."""
     token = numpy.array([absent.token_id])
     return {
@@ -260,7 +263,7 @@ def _placeholder(absent: Absent) -> dict[str, Any]:
     }
 
 
-def _sequence(row: TrainedRow) -> dict[str, Any]:
+def _sequence_fields(row: TrainedRow) -> dict[str, Any]:
     return {
         "input_ids": row.tokens.astype(numpy.int64),
         "completion_mask": row.mask.astype(numpy.int64),

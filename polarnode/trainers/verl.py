@@ -2,11 +2,11 @@
 as a padded `DataProto` (classic trainers).
 
 verl cannot carry a weight version per token: it has a row's first and last as whole numbers. An
-AgentLoopOutput leaves other versions out, and V1 refuses a row without them, because its metrics count in
-them. It cannot carry a temperature per token. V1 cannot carry a reward per row: the last row's is the whole
-session's, for the statistics of its group too. So each row has the session's reward, and a lineage's own is
-in `extra_fields`; only `data_proto` has rewards of rows. The agent loop of the classic trainer takes a single
-row, and V1's any number.
+AgentLoopOutput leaves other versions out, and V1 refuses a row without them, because its metrics count with
+them. It cannot carry a temperature per token. V1 cannot carry a reward per row: it takes the last row's
+reward as the whole session's, also for the statistics of its group. So each row has the session's reward, and
+a lineage's own is in `extra_fields`; only `data_proto` has rewards of rows. The agent loop of the classic
+trainer takes a single row, and V1's any number.
 
 A teacher's logprobs are `teacher_logprobs` and `teacher_ids` [T, 1], as its own teachers make them
 (verl/experimental/teacher_loop/teacher_manager.py): the position before a token has the token's number, the
@@ -25,7 +25,7 @@ from polarnode.groups.group import Group
 from polarnode.trainers.rows import (
     Array,
     Arrays,
-    Native,
+    NativeKinds,
     Number,
     TrainedRow,
     alone,
@@ -40,8 +40,8 @@ from polarnode.trainers.rows import (
     versions_of,
 )
 
-OUTPUT: Final[Native] = {"routed_experts": "numpy", "teacher_ids": "torch", "teacher_logprobs": "torch"}
-TENSORS: Final[Native] = {"fields": "torch", "batch": "torch"}
+OUTPUT: Final[NativeKinds] = {"routed_experts": "numpy", "teacher_ids": "torch", "teacher_logprobs": "torch"}
+TENSORS: Final[NativeKinds] = {"fields": "torch", "batch": "torch"}
 
 
 def agent_loop_outputs(
@@ -75,12 +75,12 @@ def transfer_rows(
     number: Number | None = None,
     arrays: Arrays = "list",
 ) -> list[dict[str, Any]]:
-    """What a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
+    """The entry that a V1 agent loop puts into the TransferQueue for each row: its `key`, `fields` and `tag`.
 
     `uid` is the prompt's, `global_steps` the step in which it was drawn. `prompt` has the fields of the
     dataset's row (`raw_prompt`, `index`, `data_source`, `reward_model` …), which verl's validation and reward
-    managers read back. `session` counts the rollouts of a prompt; by default it is the sample index. Refused
-    for a weight version that is no whole number, without `number`.
+    managers read back. `session` counts the rollouts of a prompt; by default it is the sample index. Raises
+    Refused for a weight version that is not a whole number, unless `number` is given.
     """
     count = trajectory.sample_index if session is None else session
     shared = {**(prompt or {}), "uid": uid, "session_id": count, "global_steps": global_steps}
@@ -88,7 +88,7 @@ def transfer_rows(
     teachers(rows)
     carried = all(row.trace.routed is not None for row in rows)
     found: list[dict[str, Any]] = as_arrays(
-        [_transfer(row, f"{uid}_{count}", global_steps, number, carried) for row in rows], arrays, TENSORS
+        [_transfer_row(row, f"{uid}_{count}", global_steps, number, carried) for row in rows], arrays, TENSORS
     )
     for each in found:
         each["fields"] |= shared
@@ -152,10 +152,10 @@ def data_proto(
         raise Refused("no session of these has a row: there is nothing to make a batch of")
     teachers(rows)
     width = (
-        _width("prompt", [row.prompt for row in rows], prompt_length),
-        _width("response", [_response(row) for row in rows], response_length),
+        _padded_width("prompt", [row.prompt for row in rows], prompt_length),
+        _padded_width("response", [_response(row) for row in rows], response_length),
     )
-    parts = [_padded(row, pad_token_id, *width) for row in rows]
+    parts = [_padded_fields(row, pad_token_id, *width) for row in rows]
     shared = [name for name in parts[0] if all(name in part for part in parts)]
     batch = {name: numpy.stack([part[name] for part in parts]) for name in shared}
     if isinstance(group, Group) and alone(group):
@@ -167,7 +167,7 @@ def data_proto(
 
 
 def untrained(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The masks of a row, with nothing in them. V1 takes the reward of a session for its advantage where no
+    """The masks of a row, with nothing trained. V1 takes the reward of a session for its advantage if no
     other session of the prompt is left (`compute_grpo_outcome_advantage`).
     """
     return {
@@ -188,7 +188,7 @@ def _output(row: TrainedRow, number: Number | None) -> dict[str, Any]:
         "response_logprobs": row.logprobs[row.prompt :],
         "num_turns": _chat_turns(row),
         "metrics": {"generate_sequences": sum(turn.ended_s for turn in row.turns)},
-        "extra_fields": _extra(row, number),
+        "extra_fields": _extra_fields(row, number),
     }
     experts, reward = routed(row), row.trajectory.reward
     return (
@@ -198,7 +198,7 @@ def _output(row: TrainedRow, number: Number | None) -> dict[str, Any]:
     )
 
 
-def _extra(row: TrainedRow, number: Number | None) -> dict[str, Any]:
+def _extra_fields(row: TrainedRow, number: Number | None) -> dict[str, Any]:
     reward = row.trajectory.reward
     rewards = [span.reward for span in row.trained_spans if span.reward is not None]
     own = _whose(row.trajectory) | {
@@ -229,7 +229,7 @@ def _whose(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
-    """The first and last weight version, where they are numbers."""
+    """The first and last weight version, if they are numbers."""
     versions = versions_of(row)
     if not versions or (
         number is None and not all(version.isascii() and version.isdigit() for version in versions)
@@ -240,7 +240,7 @@ def _steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
 
 
 def _chat_turns(row: TrainedRow) -> int:
-    """Its samples, plus the segments of context before them."""
+    """The number of chat turns of a row: its samples, plus the segments of context before them."""
     ends = [0, *(span.end for span in row.trace.turn_spans)]
     return sum(1 + (span.start > end) for span, end in zip(row.trace.turn_spans, ends, strict=False))
 
@@ -273,7 +273,7 @@ def _taught(row: TrainedRow) -> dict[str, Array]:
 # ── V1: TransferQueue ─────────────────────────────────────────────────────────
 
 
-def _transfer(
+def _transfer_row(
     row: TrainedRow, session: str, global_steps: int, number: Number | None, carried: bool
 ) -> dict[str, Any]:
     output, steps = _output(row, number), _counted_steps(row, number)
@@ -318,7 +318,7 @@ def _counted_steps(row: TrainedRow, number: Number | None) -> dict[str, int]:
 # ── classic: DataProto ────────────────────────────────────────────────────────
 
 
-def _width(what: str, lengths: list[int], limit: int | None) -> int:
+def _padded_width(what: str, lengths: list[int], limit: int | None) -> int:
     if limit is not None and max(lengths) > limit:
         raise Refused(
             f"a {what} of {max(lengths)} tokens does not fit {what}_length {limit}: raise it, or let the"
@@ -327,16 +327,18 @@ def _width(what: str, lengths: list[int], limit: int | None) -> int:
     return max(lengths) if limit is None else limit
 
 
-def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, Array]:
+def _padded_fields(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, Array]:
     before, after = prompt - row.prompt, response - _response(row)
     attention = numpy.concatenate(
-        [_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _zeros(after)]
+        [_int_zeros(before), numpy.ones(len(row.tokens), dtype=numpy.int64), _int_zeros(after)]
     )
-    ids = numpy.concatenate([_zeros(before) + pad, row.tokens.astype(numpy.int64), _zeros(after) + pad])
+    ids = numpy.concatenate(
+        [_int_zeros(before) + pad, row.tokens.astype(numpy.int64), _int_zeros(after) + pad]
+    )
     found = {
         "prompts": ids[:prompt],
         "responses": ids[prompt:],
-        "response_mask": numpy.concatenate([row.mask[row.prompt :].astype(numpy.int64), _zeros(after)]),
+        "response_mask": numpy.concatenate([row.mask[row.prompt :].astype(numpy.int64), _int_zeros(after)]),
         "input_ids": ids,
         "attention_mask": attention,
         "position_ids": numpy.maximum(numpy.cumsum(attention) - 1, 0),
@@ -350,7 +352,7 @@ def _padded(row: TrainedRow, pad: int, prompt: int, response: int) -> dict[str, 
     return found
 
 
-def _zeros(count: int) -> Array:
+def _int_zeros(count: int) -> Array:
     return numpy.zeros(count, dtype=numpy.int64)
 
 

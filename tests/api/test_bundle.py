@@ -11,7 +11,7 @@ from journal_samples import make_spec, make_trajectory
 from journal_writes import publish_end, submit_task
 
 from polarnode.api.bundle import Bundle
-from polarnode.api.page import page_files
+from polarnode.api.page import read_page_files
 from polarnode.core.codec import trajectory_json
 from polarnode.core.errors import Refused
 
@@ -33,9 +33,9 @@ async def test_a_bundle_answers_as_a_node_does(tmp_path: Path) -> None:
         for index, name in enumerate(names):
             whole = make_trajectory(name, task_id="a", sample_index=index, reward=float(index), turns=2)
             for turn in whole.turns:
-                plane.journal.turn(turn)
+                plane.journal.record_turn(turn)
             publish_end(plane.journal, evolve(whole, staleness=0, harness="pi"))
-        await plane.journal.flushed()
+        await plane.journal.flush()
         caller = Caller(url=plane.url)
         lines = (await caller.get("/v1/export", turns="full")).text.splitlines()
         bundle = Bundle.of("a.jsonl", map(json.loads, lines), letters)
@@ -64,7 +64,7 @@ async def test_a_bundle_answers_as_a_node_does(tmp_path: Path) -> None:
 
 def test_a_bundle_has_the_pages_files_and_a_policy_inside() -> None:
     bundle = Bundle.of("x", [row("a"), row("b", task_id="u")], letters)
-    assert page_files().keys() <= set(bundle)
+    assert read_page_files().keys() <= set(bundle)
     assert len(bundle) == len(list(bundle)) == len(set(bundle))
     assert all(bundle[name].body for name in bundle)
     index = bundle["index.html"].body.decode()

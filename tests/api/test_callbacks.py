@@ -13,7 +13,7 @@ import polar_client as polar
 import pytest
 import trio
 from attrs import define, field, fields
-from callback_kit import Receiver, open_receiver
+from callback_kit import CallbackReceiver, open_receiver
 from control_plane_parts import Caller
 from journal_samples import make_spec
 from log_kit import end
@@ -21,17 +21,23 @@ from log_kit import end
 from polarnode.api import callbacks
 from polarnode.api import callbacks as module
 from polarnode.api.app import control_plane
-from polarnode.api.callbacks import Callbacks, Receivers, callback_networks, open_callbacks, shown
-from polarnode.api.routes import Routes
+from polarnode.api.callbacks import (
+    CallbackReceivers,
+    CallbackService,
+    callback_networks,
+    open_callbacks,
+    shown,
+)
+from polarnode.api.routes import ControlRoutes
 from polarnode.core.backoff import Backoff
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import callback_formats
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import Claim, LeasedCallback, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, ClaimOffer, LeasedCallback, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.pending_callbacks import CallbackCounts
-from polarnode.journal.values import Retention
+from polarnode.journal.values import RetentionLimits
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.node import Node as WholeNode
@@ -55,7 +61,7 @@ class Node:
 
     journal: Journal
     log: SqliteLog
-    callbacks: Callbacks
+    callbacks: CallbackService
     claims: dict[str, Claim] = field(factory=dict)
 
     async def task(
@@ -68,24 +74,24 @@ class Node:
             metadata=with_origin({}, Origin(task_id=f"their {task_id}")),
         )
         ids = tuple(f"{task_id}-{index}" for index in range(samples))
-        kinds = self.journal.kinds_for(spec)
+        kinds = self.journal.callback_kinds_for(spec)
         await self.log.submit(spec, task_id=task_id, session_ids=ids, callback_kinds=kinds, submitted=1.0)
         return list(ids)
 
     async def over(self, session_id: str) -> None:
         if session_id not in self.claims:
-            for claim in await self.log.claim(Offer(incarnation=1, room=100)):
+            for claim in await self.log.claim(ClaimOffer(incarnation=1, room=100)):
                 self.claims[claim.session_id] = claim
         claim = self.claims.pop(session_id)
         metadata = with_origin({}, Origin(task_id=f"their {claim.task_id}"))
-        await self.log.finish(claim, end(claim, metadata=metadata))
+        await self.log.finish_claim(claim, end(claim, metadata=metadata))
 
     async def whole(self, task_id: str, url: str, **more: Any) -> None:
         for session_id in await self.task(task_id, url, **more):
             await self.over(session_id)
 
     async def pending(self) -> int:
-        return (await self.log.callback_counts()).pending
+        return (await self.log.count_callbacks()).pending
 
     async def settled(self) -> None:
         """Until nothing is owed."""
@@ -102,7 +108,7 @@ async def open_log(journal: Journal) -> AsyncIterator[SqliteLog]:
 
 
 @asynccontextmanager
-async def open_node(path: Path, receivers: Receivers | None = None) -> AsyncIterator[Node]:
+async def open_node(path: Path, receivers: CallbackReceivers | None = None) -> AsyncIterator[Node]:
     async with (
         open_journal(path / "journal.sqlite", now=lambda: 1000.0, callback_kinds=KINDS) as journal,
         open_log(journal) as log,
@@ -118,7 +124,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 @pytest.fixture
-async def receiver() -> AsyncIterator[Receiver]:
+async def receiver() -> AsyncIterator[CallbackReceiver]:
     async with open_receiver() as opened:
         yield opened
 
@@ -134,7 +140,7 @@ def of(task_id: str, samples: int = 1) -> list[str]:
 # ── what is told ──────────────────────────────────────────────────────────────
 
 
-async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiver: Receiver) -> None:
+async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, samples=2)
     await receiver.until(4)
     await node.settled()
@@ -161,9 +167,9 @@ async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
     assert await node.pending() == 0
 
 
-async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver) -> None:
+async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: CallbackReceiver) -> None:
     await node.task("t", receiver.url)
-    [claim] = await node.log.claim(Offer(incarnation=1, room=1))
+    [claim] = await node.log.claim(ClaimOffer(incarnation=1, room=1))
     again = await node.log.put_back(claim, end(claim, status="interrupted"), keep=True)
     assert again is not None
     node.claims[again.session_id] = again
@@ -172,7 +178,7 @@ async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Receiver
     assert receiver.keys == [f"trajectory:{again.session_id}", "group:t", "task:t"]
 
 
-async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: Receiver) -> None:
+async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, samples=3, form="polar_task")
     await receiver.until(1)
     await node.settled()
@@ -185,7 +191,7 @@ async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: R
     )
 
 
-async def test_polars_session_is_told_of_each_end(node: Node, receiver: Receiver) -> None:
+async def test_polars_session_is_told_of_each_end(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, form="polar_session")
     await receiver.until(1)
     await node.settled()
@@ -195,11 +201,11 @@ async def test_polars_session_is_told_of_each_end(node: Node, receiver: Receiver
 
 
 async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
-    node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    node: Node, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await node.whole("held", receiver.url, samples=3, form="polar_task")
     await receiver.until(1)
-    monkeypatch.setattr(callbacks, "HELD_BYTES", 100)
+    monkeypatch.setattr(callbacks, "MAX_HELD_BYTES", 100)
     await node.whole("made", receiver.url, samples=3, form="polar_task")
     await receiver.until(2)
     held, made = (json.dumps(body).replace("held", "").replace("made", "") for _, body in receiver.got)
@@ -212,7 +218,7 @@ async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
 
 def at(
     answers: dict[str, list[str]], *, own: tuple[str, ...] = (), ports: tuple[int, ...] = (), **more: Any
-) -> Receivers:
+) -> CallbackReceivers:
     """Receivers with a resolver that knows these names alone, and looks up nothing."""
 
     async def resolve(host: str, port: int) -> list[str]:
@@ -221,7 +227,7 @@ def at(
             raise OSError("no such name")
         return answers[host]
 
-    return Receivers(resolve=resolve, is_own=lambda text: text in own, own_ports=[ports], **more)
+    return CallbackReceivers(resolve=resolve, is_own=lambda text: text in own, own_ports=[ports], **more)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +305,7 @@ def test_an_address_where_no_callback_goes_is_refused_at_submission(url: str, re
 
 
 async def test_the_address_that_was_checked_is_the_one_connected_to(
-    tmp_path: Path, receiver: Receiver
+    tmp_path: Path, receiver: CallbackReceiver
 ) -> None:
     """A name that answers with another address at each look-up gains nothing: it is looked up once an attempt,
     and the name itself is never connected to.
@@ -315,7 +321,7 @@ async def test_the_address_that_was_checked_is_the_one_connected_to(
     assert {head["host"] for head in receiver.heads} == {f"trainer.invalid:{port}"}
 
 
-async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiver: Receiver) -> None:
+async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiver: CallbackReceiver) -> None:
     """Neither by address nor by a name for it; the event stays pending, and is sent once it may be."""
     port = int(receiver.url.rpartition(":")[2].partition("/")[0])
     receivers = at({"inside.invalid": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}, ports=(port,))
@@ -355,7 +361,7 @@ async def test_the_status_is_no_scanner_of_ports(tmp_path: Path, monkeypatch: py
         with trio.fail_after(60):
             while len(node.callbacks.statistics().trouble) < len(urls):  # noqa: ASYNC110 (another task's table)
                 await trio.sleep(0.02)
-        assert set(node.callbacks.statistics().trouble.values()) == {callbacks.NO_ANSWER}
+        assert set(node.callbacks.statistics().trouble.values()) == {callbacks.NO_ANSWER_REASON}
         nursery.cancel_scope.cancel()
 
 
@@ -371,10 +377,12 @@ def test_networks_that_are_none_are_no_setting() -> None:
 
 
 @pytest.mark.parametrize("manner", ["refuse", "redirect", "cut"])
-async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: Receiver, manner: str) -> None:
+async def test_what_is_not_taken_comes_again_until_it_is(
+    node: Node, receiver: CallbackReceiver, manner: str
+) -> None:
     receiver.manner = manner
     await node.whole("t", receiver.url)
-    await receiver.until_asked(4)
+    await receiver.wait_asked(4)
     assert receiver.got == []
     assert await node.pending() == 3
     assert list(node.callbacks.statistics().trouble) == [receiver.url]
@@ -387,11 +395,11 @@ async def test_what_is_not_taken_comes_again_until_it_is(node: Node, receiver: R
 
 
 async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
-    node: Node, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    node: Node, receiver: CallbackReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.manner = "not ok"
     await node.whole("t", receiver.url, form="polar_task")
-    await receiver.until_asked(3)
+    await receiver.wait_asked(3)
     assert await node.pending() == 1
     assert "did not take the event" in node.callbacks.statistics().trouble[receiver.url]
     assert "invalid payload" not in node.callbacks.statistics().trouble[receiver.url]
@@ -402,14 +410,14 @@ async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
     assert node.callbacks.statistics().trouble == {}
 
 
-async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: Receiver) -> None:
+async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: CallbackReceiver) -> None:
     receiver.manner = "not ok"
     await node.whole("t", receiver.url)
     await node.settled()
     assert node.callbacks.statistics().failed == 0
 
 
-async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Receiver) -> None:
+async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: CallbackReceiver) -> None:
     """3 kB of gzip in gzip are 2 GiB; that a body is not what it is declared to be shows that nobody tried."""
     receiver.manner = "encode"
     await node.whole("t", receiver.url)
@@ -420,13 +428,13 @@ async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Rec
 
 
 async def test_who_hangs_is_left_and_asked_again(
-    node: Node, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+    node: Node, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
     receiver.manner = "hang"
     await node.whole("t", receiver.url)
-    await receiver.until_asked(2)
-    assert node.callbacks.statistics().trouble[receiver.url] == callbacks.NO_ANSWER
+    await receiver.wait_asked(2)
+    assert node.callbacks.statistics().trouble[receiver.url] == callbacks.NO_ANSWER_REASON
     receiver.manner = "take"
     await receiver.until(3)
     await node.settled()
@@ -445,17 +453,17 @@ async def test_who_is_not_there_is_told_when_it_comes(node: Node) -> None:
         assert back.keys == of("t")
 
 
-async def test_one_dead_url_holds_up_no_other(node: Node, receiver: Receiver) -> None:
+async def test_one_dead_url_holds_up_no_other(node: Node, receiver: CallbackReceiver) -> None:
     """Though it has more to be told than there are places, and answers none of it for as long as it may."""
     async with open_receiver() as dead:
         dead.manner = "hang"
         for index in range(3 * module.AT_ONCE):
             await node.whole(f"dead{index}", dead.url)
-        await dead.until_asked(module.AT_ONE_URL)
+        await dead.wait_asked(module.MAX_POSTS_PER_URL)
         await node.whole("t", receiver.url)
         await receiver.until(3)
         assert receiver.keys == of("t")
-        assert dead.asked == module.AT_ONE_URL
+        assert dead.asked == module.MAX_POSTS_PER_URL
 
 
 async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None:
@@ -463,7 +471,7 @@ async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None
     async with open_receiver() as picky:
         await node.whole("bad", picky.url)
         picky.manner = "refuse"
-        await picky.until_asked(1)
+        await picky.wait_asked(1)
         picky.manner = "take"
         for name in ("a", "b", "c"):
             await node.whole(name, picky.url)
@@ -478,7 +486,7 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
     """The journal's own pruning: with nothing kept, each event goes with the next commit."""
     async with open_receiver() as receiver:
         receiver.manner = "refuse"
-        nothing = Retention(acknowledged=0, everything=1)
+        nothing = RetentionLimits(acknowledged=0, everything=1)
         async with (
             open_journal(tmp_path / "journal", now=lambda: 1000.0, retention=nothing) as journal,
             open_log(journal) as log,
@@ -495,7 +503,7 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
             assert await node.pending() < 4
             assert receiver.got == []
         async with open_journal(tmp_path / "journal", now=lambda: 1000.0) as journal:
-            assert (await SqliteLog(journal).callback_counts()).expired >= 12
+            assert (await SqliteLog(journal).count_callbacks()).expired >= 12
 
 
 # ── over the node's death ─────────────────────────────────────────────────────
@@ -507,7 +515,7 @@ async def test_what_is_owed_outlives_the_node(tmp_path: Path) -> None:
         async with open_node(tmp_path) as first:
             for index in range(5):
                 await first.whole(f"t{index}", receiver.url)
-            await receiver.until_asked(1)
+            await receiver.wait_asked(1)
         receiver.manner = "take"
         async with open_node(tmp_path) as second:
             await receiver.until(15)
@@ -530,7 +538,7 @@ class SlowLog:
     async def wait_news(self, seen: int, seconds: float) -> None:
         await trio.sleep(seconds)
 
-    async def callback_counts(self) -> CallbackCounts:
+    async def count_callbacks(self) -> CallbackCounts:
         await trio.lowlevel.checkpoint()
         return CallbackCounts(pending=len(self.left), expired=0)
 
@@ -541,7 +549,7 @@ class SlowLog:
             self.leased = self.left[0]
             return (LeasedCallback(position=self.leased, key="", task_id="t", url="http://r", lease=1),)
 
-    async def callback_taken(self, callback: LeasedCallback) -> bool:
+    async def accept_callback(self, callback: LeasedCallback) -> bool:
         await trio.lowlevel.checkpoint()
         self.left.remove(callback.position)
         return True
@@ -555,7 +563,7 @@ class SlowLog:
 async def test_settling_waits_for_what_follows() -> None:
     """The next event of a task is there once the one before it was accepted, and the look for it may take long."""
     log: Any = SlowLog()
-    sender, settled = Callbacks(log=log, poster=log), trio.Event()
+    sender, settled = CallbackService(log=log, poster=log), trio.Event()
 
     async def settle() -> None:
         await sender.settle()
@@ -614,7 +622,7 @@ async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, 
             | {"journal": node.journal, "log": node.log, "callbacks": node.callbacks, "config": NodeConfig()}
         )
     )
-    app = control_plane(Routes(service=service, sessions_dir=tmp_path).rows(), token="secret")
+    app = control_plane(ControlRoutes(service=service, sessions_dir=tmp_path).rows(), token="secret")
     async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
         caller = Caller(url=f"http://127.0.0.1:{address.port}")
         task = {"instruction": "do it", "harness": {"name": "pi"}, "callback_url": "http://127.0.0.1:1/"}

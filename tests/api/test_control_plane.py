@@ -24,7 +24,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Busy, DiskFull, EngineError, Refused
 from polarnode.core.trajectory import NewMessages
 from polarnode.journal import queries
-from polarnode.journal.values import Retention
+from polarnode.journal.values import RetentionLimits
 
 Started = Callable[..., AbstractAsyncContextManager[tuple[Plane, Caller]]]
 TASK = {"instruction": "do it", "harness": {"name": "pi"}}
@@ -48,9 +48,9 @@ def error_of(response: Answer) -> tuple[int, str, str, str | None]:
 async def publish(plane: Plane, session_id: str, **more: Any) -> None:
     trajectory = make_trajectory(session_id, **more)
     for turn in trajectory.turns:
-        plane.journal.turn(turn)
+        plane.journal.record_turn(turn)
     publish_end(plane.journal, trajectory)
-    await plane.journal.flushed()
+    await plane.journal.flush()
 
 
 # ── the door ──────────────────────────────────────────────────────────────────
@@ -339,7 +339,7 @@ async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> No
             make_trajectory("t-0", task_id="t", status="interrupted", reward=None), retried_as="again"
         )
         for turn in lost.turns:
-            plane.journal.turn(turn)
+            plane.journal.record_turn(turn)
         publish_attempt(plane.journal, lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
         await publish(plane, "again", task_id="t")
         for kinds, keys in (
@@ -385,7 +385,10 @@ async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: 
 
 
 async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
-    async with started(retention=Retention(acknowledged=3 << 18, everything=3 << 18)) as (plane, client):
+    async with started(retention=RetentionLimits(acknowledged=3 << 18, everything=3 << 18)) as (
+        plane,
+        client,
+    ):
         for number in range(80):
             await publish(plane, f"s{number}", task_id="x", sampled=2000)
         oldest = plane.journal.first_seq
@@ -442,7 +445,7 @@ async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started:
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         turn = attrs.evolve(make_turn("b"), new_messages=NewMessages(tools="no JSON"))
-        plane.journal.turn(turn)
+        plane.journal.record_turn(turn)
         publish_end(plane.journal, attrs.evolve(make_trajectory("b", task_id="x"), turns=(turn,)))
         await publish(plane, "c", task_id="x")
         async with client.stream(turns="full", consumer="trainer", follow="false") as stream:
@@ -488,8 +491,8 @@ async def test_one_trajectory_in_either_spelling(started: Started) -> None:
 async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
-        plane.journal.turn(make_turn("t-0"))
-        await plane.journal.flushed()
+        plane.journal.record_turn(make_turn("t-0"))
+        await plane.journal.flush()
         assert "is not over yet" in error_of(await client.get("/v1/trajectories/t-0"))[2]
         seen = (await client.get("/v1/sessions/t-0")).json()
         assert (seen["session"]["status"], seen["trajectory"]) == ("pending", None)

@@ -25,7 +25,7 @@ from polarnode.http import server
 from polarnode.journal import queries
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Log, LogPage
-from polarnode.journal.values import EventPage, Retention, StoredEvent
+from polarnode.journal.values import EventPage, RetentionLimits, StoredEvent
 
 Started = Callable[..., AbstractAsyncContextManager[tuple[Plane, Caller]]]
 
@@ -44,9 +44,9 @@ async def publish(journal: Journal, *names: str, sampled: int = 3) -> None:
     """Sessions of nobody's task: an event each."""
     for name in names:
         trajectory = make_trajectory(name, task_id="x", sampled=sampled)
-        journal.turn(trajectory.turns[0])
+        journal.record_turn(trajectory.turns[0])
         publish_end(journal, trajectory)
-        await journal.flushed()
+        await journal.flush()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -89,7 +89,7 @@ async def test_consumers_are_listed_and_forgotten(started: Started) -> None:
             }
             refused = await client.call("DELETE", f"/v1/consumers/{quote('one/a b')}")
             assert (refused.status, refused.json()["error"]["type"]) == (409, "conflict")
-        await until(lambda: plane.journal.streams("one/a b") == 0)
+        await until(lambda: plane.journal.open_streams("one/a b") == 0)
         assert await acknowledge(client, "one/a b", 1) == 1
         assert (await client.call("DELETE", f"/v1/consumers/{quote('one/a b', safe='')}")).json() == {
             "consumer": "one/a b",
@@ -134,13 +134,13 @@ async def all_kinds(plane: Plane) -> None:
     """A session that lost its place, the one that holds it, and their task's end."""
     submit_task(plane.journal, make_spec(), task_id="t", session_ids=("lost",), idempotency_key=None)
     lost = make_trajectory("lost")
-    plane.journal.turn(lost.turns[0])
+    plane.journal.record_turn(lost.turns[0])
     publish_attempt(
         plane.journal, attrs.evolve(lost, retried_as="again"), attrs.evolve(make_identity("again"), attempt=1)
     )
     await publish(plane.journal, "again")
     publish_end(plane.journal, make_trajectory("again", turns=0))
-    await plane.journal.flushed()
+    await plane.journal.flush()
 
 
 async def test_an_event_is_the_same_at_each_delivery_and_in_each_life(started: Started) -> None:
@@ -166,7 +166,10 @@ async def test_an_event_is_the_same_at_each_delivery_and_in_each_life(started: S
 
 
 async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
-    async with started(retention=Retention(acknowledged=3 << 18, everything=3 << 18)) as (plane, client):
+    async with started(retention=RetentionLimits(acknowledged=3 << 18, everything=3 << 18)) as (
+        plane,
+        client,
+    ):
         await plane.journal.acknowledge("one", 0)
         await publish(plane.journal, *(f"s{number}" for number in range(100)), sampled=2000)
         oldest = plane.journal.first_seq
@@ -190,7 +193,7 @@ async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
 @pytest.mark.parametrize("resumes", [True, False])
 async def test_what_a_killed_reader_acknowledged_late_is_no_gap(started: Started, *, resumes: bool) -> None:
     """Its next life's stream began before, and all others have read the events: they are pruned at once."""
-    async with started(retention=Retention(acknowledged=0, everything=1 << 40)) as (plane, _):
+    async with started(retention=RetentionLimits(acknowledged=0, everything=1 << 40)) as (plane, _):
         await plane.journal.acknowledge("one", 0)
         await publish(plane.journal, "a", "b", "c")
         query = Query(consumer="one", follow=False)
@@ -204,7 +207,7 @@ async def test_what_a_killed_reader_acknowledged_late_is_no_gap(started: Started
 
 
 async def test_a_gap_where_nothing_is_left_leads_to_what_comes(started: Started) -> None:
-    async with started(retention=Retention(acknowledged=0, everything=0)) as (plane, client):
+    async with started(retention=RetentionLimits(acknowledged=0, everything=0)) as (plane, client):
         await publish(plane.journal, "a")
         await until(lambda: plane.journal.first_seq == 2)
         async with client.stream(consumer="one", follow="false") as stream:
@@ -285,7 +288,7 @@ async def test_a_reader_that_takes_nothing_is_cut_and_resumes_exactly(
         await publish(plane.journal, *(f"s{number}" for number in range(SESSIONS)), sampled=SAMPLED)
         async with client.stream(consumer="slow") as slow:
             seen = [int((await slow.event())["id"])]
-            await until(lambda: plane.journal.streams("slow") == 0)
+            await until(lambda: plane.journal.open_streams("slow") == 0)
             assert pages["slow"] < SESSIONS / EVENTS_OF_A_PAGE
             with pytest.raises(trio.BrokenResourceError):
                 await read_to_the_cut(slow, seen)

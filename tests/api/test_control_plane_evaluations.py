@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from captures_kit import open_desk
+from captures_kit import open_capture_node
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT
 
@@ -15,7 +15,7 @@ COMPLETED = EvaluatorSpec(name="session_completed")
 
 async def test_a_captured_session_is_scored_by_its_turns(tmp_path: Path) -> None:
     async with (
-        open_desk(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
+        open_capture_node(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
         AsyncPolarnodeClient(desk.caller.url, token="secret", patience_s=5.0) as client,
     ):
         async with client.capture(task_id="t", group_id="g") as session:
@@ -44,7 +44,7 @@ async def test_a_captured_session_is_scored_by_its_turns(tmp_path: Path) -> None
 
 async def test_what_is_wrong_with_a_request_is_one_sentence(tmp_path: Path) -> None:
     async with (
-        open_desk(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
+        open_capture_node(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
         AsyncPolarnodeClient(desk.caller.url, token="secret", patience_s=5.0) as client,
     ):
         for body, path, sentence in (

@@ -11,7 +11,7 @@ from control_plane_parts import Caller, open_plane
 from journal_samples import make_trajectory, make_turn
 from prometheus_client.parser import text_string_to_metric_families
 
-from polarnode.api.metrics import CONTENT_TYPE, Figures, exposition
+from polarnode.api.metrics import CONTENT_TYPE, Figures, render_metrics
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.engine.residency import ResidencyStatistics
 from polarnode.engine.routing import EngineStatistics, HostStatistics
@@ -100,7 +100,7 @@ def figures(tally: NodeCounters) -> Figures:
 
 
 def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
-    found = samples(exposition(figures(NodeCounters())).decode())
+    found = samples(render_metrics(figures(NodeCounters())).decode())
     assert [value(found, "polarnode_stage_held_back", stage=stage) for stage in ("run", "init")] == [0, 1]
     names = ("started_total", "served_warm_total", "reused_total", "failed_total", "live", "warm", "prepared")
     assert [value(found, f"polarnode_runtimes_{name}") for name in names] == [9, 6, 5, 1, 4, 3, 2]
@@ -108,7 +108,9 @@ def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
 
 def test_how_late_the_loop_was() -> None:
     found = samples(
-        exposition(evolve(figures(NodeCounters()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))).decode()
+        render_metrics(
+            evolve(figures(NodeCounters()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))
+        ).decode()
     )
     assert [
         value(found, "polarnode_event_loop_lag_seconds", quantile=quantile)
@@ -130,7 +132,7 @@ def busy() -> NodeCounters:
 
 
 def test_every_number_is_there_with_its_labels() -> None:
-    found = samples(exposition(figures(busy())).decode())
+    found = samples(render_metrics(figures(busy())).decode())
     assert (
         value(
             found,
@@ -181,7 +183,8 @@ def test_every_number_is_there_with_its_labels() -> None:
 
 def test_a_node_that_did_nothing_has_its_families_all_the_same() -> None:
     names = {
-        family.name for family in text_string_to_metric_families(exposition(figures(NodeCounters())).decode())
+        family.name
+        for family in text_string_to_metric_families(render_metrics(figures(NodeCounters())).decode())
     }
     assert {
         "polarnode_turns",
@@ -214,7 +217,9 @@ async def test_it_is_served_behind_the_token_and_counts_go_on(tmp_path: Path) ->
 def test_a_label_can_not_break_the_text(hostile: str) -> None:
     tally = NodeCounters()
     tally.refusals[hostile] = 1
-    assert value(samples(exposition(figures(tally)).decode()), "polarnode_refusals_total", kind=hostile) == 1
+    assert (
+        value(samples(render_metrics(figures(tally)).decode()), "polarnode_refusals_total", kind=hostile) == 1
+    )
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
@@ -225,9 +230,11 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for target in panel["targets"]
         for name in re.findall(r"polarnode_\w+", target["expr"])
     }
-    served = {name for name, _ in samples(exposition(figures(busy())).decode())}
+    served = {name for name, _ in samples(render_metrics(figures(busy())).decode())}
     assert len(asked) > 15
     documented = (
         ROOT / "docs" / "api.md"
     ).read_text()  # of what these figures lack: updates of weights, lost sessions
-    assert {name for name in asked - served if f"`{name.removesuffix('_bucket')}`" not in documented} == set()
+    assert {
+        name for name in asked - served if f"`{name.removesuffix('_bucket')}`" not in documented
+    } == set()

@@ -7,9 +7,9 @@ from control_plane_parts import Caller, open_plane
 from journal_samples import make_spec, make_trajectory
 from journal_writes import publish_end
 
-from polarnode.api.logs import PIECE_BYTES, log_files, read_piece
+from polarnode.api.logs import MAX_PIECE_BYTES, list_log_files, read_piece
 from polarnode.api.query import Query
-from polarnode.rollouts.session import LOG_LIMIT
+from polarnode.rollouts.session import MAX_HARNESS_LOG_BYTES
 
 EMPTY = {"text": "", "offset": 0, "next_offset": 0, "size": 0, "ended": False, "wrapped": False}
 
@@ -19,7 +19,7 @@ async def test_a_sessions_log_is_read_as_it_grows(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
-        await plane.journal.flushed()
+        await plane.journal.flush()
         assert (await caller.get("/v1/sessions/t-0/log")).json() == {"name": "t-0", **EMPTY}
         path.write_bytes("one\ntwo\nthrée".encode()[:-2])  # cut in the middle of a character
         first = (await caller.get("/v1/sessions/t-0/log")).json()
@@ -31,7 +31,7 @@ async def test_a_sessions_log_is_read_as_it_grows(tmp_path: Path) -> None:
         assert (last["text"], last["offset"]) == ("two\nthrée\n", 4)
         publish_end(plane.journal, make_trajectory("t-0", task_id="t"))
         publish_end(plane.journal, make_trajectory("t-1", task_id="t", sample_index=1))
-        await plane.journal.flushed()
+        await plane.journal.flush()
         ended = (await caller.get("/v1/sessions/t-0/log", offset=second["next_offset"])).json()
         assert (ended["text"], ended["ended"]) == ("", True)
         never = await caller.get("/v1/sessions/t-1/log")
@@ -88,12 +88,12 @@ def test_a_long_log_comes_in_bounded_pieces(tmp_path: Path) -> None:
     path.write_text(line * 9000)
     text, offset = "", 0
     while (piece := read_piece(path, Query(offset=offset), name="s", ended=True)) and piece.text:
-        assert len(piece.text) <= PIECE_BYTES
+        assert len(piece.text) <= MAX_PIECE_BYTES
         text, offset = text + piece.text, piece.next_offset
     assert text == line * 9000
     tail = read_piece(path, Query(tail=10_000), name="s")
     assert tail is not None
-    assert tail.text.count("\n") == PIECE_BYTES // 100 + 1  # the first is cut
+    assert tail.text.count("\n") == MAX_PIECE_BYTES // 100 + 1  # the first is cut
     assert tail.next_offset == tail.size == 900_000
 
 
@@ -105,9 +105,9 @@ def test_a_rotated_log_begins_again_and_a_full_one_says_so(tmp_path: Path) -> No
     assert (piece.text, piece.offset) == ("new\n", 0)
     assert not piece.wrapped
     with path.open("wb") as file:
-        file.truncate(LOG_LIMIT)
-    running = read_piece(path, Query(tail=1), name="s", ring=LOG_LIMIT)
-    over = read_piece(path, Query(tail=1), name="s", ended=True, ring=LOG_LIMIT)
+        file.truncate(MAX_HARNESS_LOG_BYTES)
+    running = read_piece(path, Query(tail=1), name="s", ring=MAX_HARNESS_LOG_BYTES)
+    over = read_piece(path, Query(tail=1), name="s", ended=True, ring=MAX_HARNESS_LOG_BYTES)
     assert running is not None
     assert over is not None
     assert (running.wrapped, over.wrapped) == (True, False)
@@ -122,4 +122,4 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_has_no_logs(tmp_path: Path) -> None:
-    assert log_files(tmp_path) == {}
+    assert list_log_files(tmp_path) == {}

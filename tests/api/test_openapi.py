@@ -11,13 +11,13 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import trio
-from control_plane_parts import Caller, TaskTaker, open_plane, other_rooms
+from control_plane_parts import Caller, TaskTaker, open_plane, other_room_extensions
 from journal_samples import make_trajectory
 from journal_writes import publish_end
 
 from polarnode.api.app import EVERY, PARAMETERS, control_plane, document
 from polarnode.api.query import READERS
-from polarnode.api.routes import Routes
+from polarnode.api.routes import ControlRoutes
 from polarnode.integrations.polar.extension import OPERATIONS
 from polarnode.integrations.sglang_operations import OPERATIONS as SGLANG
 from polarnode.journal.journal import open_journal
@@ -39,9 +39,9 @@ async def test_the_routes_keep_what_the_document_promises(tmp_path: Path) -> Non
         for name in ("a", "b"):
             trajectory = make_trajectory(name, turns=2)
             for turn in trajectory.turns:
-                plane.journal.turn(turn)
+                plane.journal.record_turn(turn)
             publish_end(plane.journal, trajectory)
-        await plane.journal.flushed()
+        await plane.journal.flush()
         command = [
             PROGRAM,
             "run",
@@ -65,7 +65,9 @@ async def served(path: Path) -> tuple[set[tuple[str, str]], dict[str, Any]]:
 async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as journal:
         app = control_plane(
-            Routes(service=TaskTaker(journal=journal)).rows(), token=None, extensions=other_rooms(journal)
+            ControlRoutes(service=TaskTaker(journal=journal)).rows(),
+            token=None,
+            extensions=other_room_extensions(journal),
         )
     rules = {
         (method, rule.rule)
@@ -89,9 +91,9 @@ async def test_answers_are_what_their_schemas_say(tmp_path: Path) -> None:
         task = (await caller.post("/v1/tasks", {"instruction": "x", "harness": {"command": ["true"]}})).json()
         trajectory = make_trajectory("s", turns=2)
         for turn in trajectory.turns:
-            plane.journal.turn(turn)
+            plane.journal.record_turn(turn)
         publish_end(plane.journal, trajectory)
-        await plane.journal.flushed()
+        await plane.journal.flush()
         for path, at in (
             ("/v1/tasks", "/v1/tasks"),
             ("/v1/tasks/{task_id}", f"/v1/tasks/{task['task_id']}"),

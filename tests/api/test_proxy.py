@@ -22,10 +22,10 @@ from fakes_runtime import Call
 from hollow_node import _record, open_hollow
 from postgres_kit import Cluster, free_port, running_cluster
 from quart import Response
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.api.app import control_plane
-from polarnode.api.proxy import NODES_S, PASSED_TO, NodeGone, PassingRoutes, open_others
+from polarnode.api.proxy import NODES_INTERVAL_S, PASSED_TO, NodeGone, PassingRoutes, open_others
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import Unreachable
 from polarnode.core.errors import Refused
@@ -69,7 +69,7 @@ class Two:
         task = await self.submit(at or self.a, **more)
         with trio.fail_after(30):
             await self.ran.wait()
-        await self.nodes["b"].journal.flushed()
+        await self.nodes["b"].journal.flush()
         return str(task["session_ids"][0])
 
     async def hold(self, call: Call) -> int:
@@ -213,10 +213,10 @@ async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) ->
         assert (other.status, other.json()["error"]["path"]) == (400, "?model")
         assert (await two.a.post("/v1/engine/pause", {"mode": "retract"})).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == ["retract", "retract"]
-        assert await two.nodes["a"].log.held(model="any") == "retract", "for who joins"
+        assert await two.nodes["a"].log.generation_hold(model="any") == "retract", "for who joins"
         assert (await two.a.post("/v1/engine/resume", None)).status == 200
         assert [two.nodes[name].engines.paused for name in "ab"] == [None, None]
-        assert await two.nodes["a"].log.held(model="any") is None
+        assert await two.nodes["a"].log.generation_hold(model="any") is None
 
 
 async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluster) -> None:
@@ -335,7 +335,7 @@ async def test_links_of_lost_nodes_close_once(monkeypatch: pytest.MonkeyPatch) -
         log.rows = ()
 
         async def close(_: Link) -> None:
-            await trio.sleep(NODES_S + 0.1)
+            await trio.sleep(NODES_INTERVAL_S + 0.1)
 
         monkeypatch.setattr(Link, "close", close)
         async with trio.open_nursery() as nursery:
@@ -367,7 +367,7 @@ def _moved(db: Any, url: str, incarnation: int) -> None:
 
 
 async def test_another_certificate_is_sent_nothing(tmp_path: Path) -> None:
-    chain, key = Authority(tmp_path).issue("elsewhere.invalid")
+    chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     pin = sha256(PEM_cert_to_DER_cert(await trio.Path(chain).read_text())).hexdigest()
     asked: list[str] = []
 
@@ -415,7 +415,7 @@ async def test_which_node_takes_it(requires: dict[str, str], engines: bool, foun
     )
     log: Any = NodesOnly(rows[0], rows)
     async with open_others(log, name="a", token=None) as others:
-        row = await PassingRoutes(others)._able(requires, engines=engines)
+        row = await PassingRoutes(others)._least_busy_node(requires, engines=engines)
         assert (None if row is None else row.incarnation) == found
 
 
@@ -435,9 +435,9 @@ async def test_what_names_no_model_is_refused() -> None:
     async with open_others(log, name="here", token=None) as others:
         routes = PassingRoutes(others)
         with pytest.raises(Refused, match="serve judge, policy") as refused:
-            await routes._able({}, engines=True, path="?model")
+            await routes._least_busy_node({}, engines=True, path="?model")
         assert refused.value.path == "?model"
-        assert await routes._able({"model": "policy"}, engines=True) == rows[1]
+        assert await routes._least_busy_node({"model": "policy"}, engines=True) == rows[1]
 
 
 async def test_an_answer_that_breaks_off_is_cut(tmp_path: Path) -> None:

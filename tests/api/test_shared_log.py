@@ -22,7 +22,7 @@ from polarnode.client import PolarnodeClient
 from polarnode.core.codec.json import plain
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.cursors import Cursor
-from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts
+from polarnode.journal.log.port import FILLED_ANSWERS, Log, LogUnavailable, NodeFacts
 from polarnode.journal.values import json_encoder
 
 STEP_S = 0.05  # between looks at what comes within a second
@@ -51,11 +51,11 @@ async def open_planes(dsn: str, folder: Path, count: int = 2) -> AsyncIterator[l
 async def run_task(log: Log, node: int, name: str) -> None:
     await log.submit(make_spec(), task_id=name, session_ids=(f"{name}-0",), submitted=1.0)
     for held in await claim(log, node):
-        assert await log.finish(held, end(held)) in FILLED
+        assert await log.finish_claim(held, end(held)) in FILLED_ANSWERS
 
 
 async def until_away(log: Log, *, away: bool) -> None:
-    while (await log.reachable() is not None) != away:  # noqa: ASYNC110 - what it waits for is a server
+    while (await log.unavailable_reason() is not None) != away:  # noqa: ASYNC110 - what it waits for is a server
         await trio.sleep(STEP_S)
 
 
@@ -87,7 +87,7 @@ async def test_readers_at_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
                 for which in range(2):
                     nursery.start_soon(work, which)
             read = [[await stream.event() for _ in range(24)] for stream in (left, right)]
-        name = await logs[0].identity()
+        name = await logs[0].log_name()
         assert read[0] == read[1]
         assert [each["id"] for each in read[0]] == [f"{name}:{number}" for number in range(1, 25)]
         assert len({each["data"]["key"] for each in read[0]}) == 24
@@ -101,7 +101,7 @@ async def test_acknowledgement_counts_everywhere(cluster: Cluster, tmp_path: Pat
         async with one.stream(consumer="c") as stream:
             position = (await stream.event())["id"]
             answer = (await one.post("/v1/trajectories/ack", {"consumer": "c", "id": position})).json()
-            name = await log.identity()
+            name = await log.log_name()
             assert answer == {"consumer": "c", "position": 1, "id": f"{name}:1", "pending": []}
             said = await until_answered(
                 lambda: two.get("/v1/consumers"), lambda said: said["consumers"][0]["connected"] == 1
@@ -127,7 +127,7 @@ async def test_client_goes_on_at_another_node(cluster: Cluster, tmp_path: Path) 
 
     async with open_planes(cluster.database(), tmp_path) as ((first, one), (_, two)):
         log = first.service.log
-        node, name = await join(log), await log.identity()
+        node, name = await join(log), await log.log_name()
         await run_task(log, node, "a")
         found = await trio.to_thread.run_sync(read, one)
         assert found == [("trajectory:a-0", f"{name}:1"), ("group:a", f"{name}:2"), ("task:a", f"{name}:3")]
@@ -147,7 +147,7 @@ async def test_reads_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
         log = first.service.log
         node = await join(log)
         for held in await claim(log, node):
-            await log.finish(held, end(held))
+            await log.finish_claim(held, end(held))
         whole = (await two.get("/v1/tasks/t")).json()
         assert whole["counts"] == {"completed": 1}
         session = whole["sessions"][0]["session_id"]
@@ -168,7 +168,7 @@ async def test_status_lists_nodes(cluster: Cluster, tmp_path: Path) -> None:
         said = await until_answered(
             lambda: one.get("/v1/status"), lambda said: said["queued"] == 1 and said["log"]["identity"]
         )
-        assert said["log"] == {"kind": "postgresql", "identity": await log.identity(), "away": None}
+        assert said["log"] == {"kind": "postgresql", "identity": await log.log_name(), "away": None}
         assert said["nodes"] == [
             {
                 "name": "n7",
@@ -239,7 +239,7 @@ async def run_again(log: Log, node: int, name: str) -> None:
     while True:
         try:
             return await run_task(log, node, name)
-        except LogAway:
+        except LogUnavailable:
             await trio.sleep(STEP_S)
 
 
@@ -259,7 +259,7 @@ async def test_failover_names_gap(tmp_path: Path) -> None:
                 await trio.to_thread.run_sync(wait_replayed, primary, standby, name)
                 await trio.to_thread.run_sync(standby.stop)  # it is behind from now on
                 await run_task(log, node, "b")
-                old = await log.identity()
+                old = await log.log_name()
                 async with one.stream(consumer="c") as stream:
                     read = [await stream.event() for _ in range(6)]
                     assert read[-1]["id"] == f"{old}:6"

@@ -91,7 +91,7 @@ async def test_every_byte_that_it_changes_is_found(script: Any, tmp_path: Path) 
     """Forty single bytes in random rows, each in a journal of its own."""
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         write_sessions(journal)
-        await journal.flushed()
+        await journal.flush()
     fine = (tmp_path / "journal.sqlite").read_bytes()
     for seed in range(40):
         path = tmp_path / f"{seed}.sqlite"

@@ -24,7 +24,7 @@ from judge_kit import Endpoint, error, says, serving
 from polarnode.cli import doctor
 from polarnode.cli.doctor_cache import cache
 from polarnode.cli.main import main as command
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.containers.probe import probe as probe_machine
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.evaluators.judging import JudgeConfig
@@ -37,7 +37,7 @@ probing: Any = importlib.import_module("polarnode.containers.probe")
 
 
 def examined(config: NodeConfig, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    code = doctor.examine(config)
+    code = doctor.run_doctor(config)
     return code, capsys.readouterr().out.splitlines()
 
 
@@ -100,7 +100,8 @@ def test_a_machine_without_podman_is_told_which_packages_to_install(
 def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*oks: bool) -> Callable[[NodeConfig], Any]:
         return lambda config: iter(
-            Finding(name=f"f{number}", ok=ok, what="x [/y]", remedy="do it") for number, ok in enumerate(oks)
+            MachineFinding(name=f"f{number}", ok=ok, what="x [/y]", remedy="do it")
+            for number, ok in enumerate(oks)
         )
 
     monkeypatch.setattr(doctor, "findings", found(True, True))
@@ -130,16 +131,16 @@ def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytes
 
 def test_the_disk_of_the_journal_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "not" / "there" / "yet"
-    assert doctor.state_disk(state).ok
+    assert doctor.state_disk_finding(state).ok
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 20))
-    full = doctor.state_disk(state)
+    full = doctor.state_disk_finding(state)
     assert (full.ok, full.what) == (False, f"0.0 GiB free for the journal and the logs at {tmp_path}")
     assert "--state-dir" in full.remedy
     monkeypatch.undo()
     read_only = SimpleNamespace(f_flag=doctor.os.ST_RDONLY, f_frsize=1, f_blocks=1, f_bfree=1, f_bavail=1)
     monkeypatch.setattr(doctor.os, "statvfs", lambda place: read_only)
-    assert not doctor.state_disk(state).ok
-    assert doctor.state_disk(state).what.startswith("read-only")
+    assert not doctor.state_disk_finding(state).ok
+    assert doctor.state_disk_finding(state).what.startswith("read-only")
 
 
 async def test_a_judge_is_asked_one_word_in_its_form() -> None:
@@ -148,7 +149,7 @@ async def test_a_judge_is_asked_one_word_in_its_form() -> None:
     ) as url:
         told = JudgeConfig(base_url=url, model="strict", key_env="JUDGE_KEY")
         found = [await doctor.judge("j", told, {"JUDGE_KEY": "sk-123"}) for _ in range(3)]
-    assert found[0] == Finding(name="judge j", ok=True, what=f"strict at {url} answers")
+    assert found[0] == MachineFinding(name="judge j", ok=True, what=f"strict at {url} answers")
     assert found[1].what.startswith("gives no answer in the requested form: the body is not JSON")
     assert found[2].what.endswith("judge j refused the question: HTTP 401: wrong key")
     assert [each.ok for each in found] == [True] * 3, "a node starts without an answer of its judges"
@@ -169,7 +170,7 @@ def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finding, found = doctor.model(TINY_MODEL)
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, MachineFinding)
     assert finding.ok
     assert finding.what.startswith("polarnode-tiny, embedded: family qwen3, ")
     assert isinstance(found, template.LoadedModel)
@@ -177,7 +178,7 @@ def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
     monkeypatch.setattr(
         doctor, "load_model", lambda path: evolve(loaded, notes=("it drops thinking from earlier turns",))
     )
-    told = [each.what for each in doctor.model(tmp_path) if isinstance(each, Finding)]
+    told = [each.what for each in doctor.model(tmp_path) if isinstance(each, MachineFinding)]
     assert told[1:] == ["it drops thinking from earlier turns"]
 
 
@@ -192,7 +193,9 @@ def test_a_script_reads_the_same_findings_as_json(
     # free space and the like may differ by a digit
     assert [each["name"] for each in told["findings"]] == [line.partition(":")[0] for line in shown]
     assert told["model"]["family"] == "qwen3"
-    monkeypatch.setattr(doctor, "requirements", lambda config: iter((Finding(name="x", ok=False, what="y"),)))
+    monkeypatch.setattr(
+        doctor, "requirements", lambda config: iter((MachineFinding(name="x", ok=False, what="y"),))
+    )
     result = CliRunner().invoke(command, ["doctor", "--cpu", "--json", "--model", "/nowhere"])
     told = json.loads(result.stdout)
     assert (result.exit_code, told["ready"], told["model"]) == (1, False, {})
@@ -201,7 +204,7 @@ def test_a_script_reads_the_same_findings_as_json(
 
 def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
     (finding,) = doctor.model(tmp_path)
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, MachineFinding)
     assert not finding.ok
     assert "config.json cannot be read" in finding.what
     assert "--model" in finding.remedy
@@ -240,7 +243,7 @@ def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(
 
 def test_the_simulated_engine_can_not_speak_every_family() -> None:
     (finding,) = doctor.model(family_folder("gptoss"), simulated=True)
-    assert isinstance(finding, Finding)
+    assert isinstance(finding, MachineFinding)
     assert not finding.ok
     assert "writes them otherwise (harmony)" in finding.what
 
@@ -249,14 +252,14 @@ def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
     settings = RuntimesSettings(state_dir=tmp_path, node_id="n", warm=0)
     assert trio.run(probe_machine, settings.state_dir).findings
     found = doctor.findings(NodeConfig(cpu=True, podman_dir=str(tmp_path / "podman")))
-    names = [each.name for each in found if isinstance(each, Finding)]
+    names = [each.name for each in found if isinstance(each, MachineFinding)]
     assert names.index("disk") < names.index("model")
     assert os.listdir(tmp_path) == []
 
 
 def machine(root: Path, **values: int) -> Path:
     """A /proc/sys with these numbers, by the last part of their names; the others are plenty."""
-    for name in [each.sysctl for each in doctor.SHARED] + ["vm.nr_hugepages"]:
+    for name in [each.sysctl for each in doctor.SHARED_RESOURCES] + ["vm.nr_hugepages"]:
         last = name.rpartition(".")[2].replace("-", "_")
         path = root / name.replace(".", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,27 +271,27 @@ def machine(root: Path, **values: int) -> Path:
 
 def test_what_all_containers_take_together_is_compared_with_the_kernels_limits(tmp_path: Path) -> None:
     config = NodeConfig(run_limit=64, warm=8)
-    (fine,) = doctor.kernel_limits(config, machine(tmp_path))
+    (fine,) = doctor.kernel_findings(config, machine(tmp_path))
     assert fine.what == "enough for 136 containers at once (2 × run_limit + warm)"
-    short = doctor.kernel_limits(config, machine(tmp_path, max_user_instances=128, pid_max=32768))
+    short = doctor.kernel_findings(config, machine(tmp_path, max_user_instances=128, pid_max=32768))
     inotify, pids = short
     assert inotify.what == "128 for the machine; 136 containers at once may take 16 each"
     assert inotify.remedy == ("sysctl -w fs.inotify.max_user_instances=4096, and in /etc/sysctl.d for good")
     assert "kernel.pid_max=131072" in pids.remedy
     assert all(each.ok for each in (inotify, pids)), "a node starts with them"
-    huge, _ = doctor.kernel_limits(config, machine(tmp_path, nr_hugepages=16))
+    huge, _ = doctor.kernel_findings(config, machine(tmp_path, nr_hugepages=16))
     assert "one session can take them all" in huge.what
 
 
 def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
     sysctls = machine(tmp_path)
     (sysctls / "kernel/core_pattern").write_text("|/usr/share/apport/apport -p%p %s\n")
-    dumps, _ = doctor.kernel_limits(NodeConfig(), sysctls)
+    dumps, _ = doctor.kernel_findings(NodeConfig(), sysctls)
     assert "may start /usr/share/apport/apport as root" in dumps.what
     assert "kernel.core_pipe_limit=16" in dumps.remedy
     (sysctls / "kernel/core_pipe_limit").write_text("16\n")
-    assert len(list(doctor.kernel_limits(NodeConfig(), sysctls))) == 1
+    assert len(list(doctor.kernel_findings(NodeConfig(), sysctls))) == 1
 
 
 def test_the_kernels_limits_are_read_where_they_are() -> None:
-    assert list(doctor.kernel_limits(NodeConfig()))
+    assert list(doctor.kernel_findings(NodeConfig()))

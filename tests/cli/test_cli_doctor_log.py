@@ -52,8 +52,8 @@ def test_what_a_server_lacks_is_named(cluster: Cluster, monkeypatch: pytest.Monk
         db.execute(f"ALTER DATABASE {name} SET synchronous_commit = off".encode())
         db.execute("INSERT INTO polarnode.nodes (name) SELECT 'n' || g FROM generate_series(1, 96) g")
         db.execute("CREATE ROLE stranger LOGIN")
-    monkeypatch.setattr(doctor_log, "CLOCK_S", -1.0)
-    monkeypatch.setattr(doctor_log, "SLOW_S", -1.0)
+    monkeypatch.setattr(doctor_log, "MAX_CLOCK_SKEW_S", -1.0)
+    monkeypatch.setattr(doctor_log, "MAX_ROUND_TRIP_S", -1.0)
     every = found(dsn)
     assert "a crash of the server loses events" in every["log commits"].remedy
     assert "set max_connections to 304" in every["log connections"].remedy

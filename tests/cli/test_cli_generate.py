@@ -23,7 +23,7 @@ from rich.console import Console
 
 from polarnode.cli.generate import (
     MOST,
-    Exported,
+    ExportResult,
     TemplateComparison,
     acceptance_table,
     open_comparison,
@@ -52,7 +52,7 @@ def test_the_table_is_the_literatures() -> None:
     console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
     words = TemplateComparison(render=None, seen=3)
     words.counts.update({"equal": 2, "differs": 1})
-    exported = Exported(
+    exported = ExportResult(
         tally=tallied(),
         files={"sft.jsonl": 3, "table.json": 1},
         words=words,

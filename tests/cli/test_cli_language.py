@@ -6,7 +6,7 @@ import pytest
 from family_fixtures import FAMILIES, family_folder
 from rich.console import Console
 
-from polarnode.cli.doctor import _SYNTAXES, language, rows
+from polarnode.cli.doctor import _SYNTAX_DESCRIPTIONS, language, rows
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.template import load_model
 
@@ -16,7 +16,7 @@ def told(name: str) -> dict[str, str]:
 
 
 def test_every_call_syntax_has_its_words() -> None:
-    assert set(_SYNTAXES) == set(get_args(CallSyntax))
+    assert set(_SYNTAX_DESCRIPTIONS) == set(get_args(CallSyntax))
 
 
 def test_a_model_that_takes_everything() -> None:

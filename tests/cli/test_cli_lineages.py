@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from merge_toys import Session, ask, system, told, user
 from rich.console import Console
 
-from polarnode.cli.inspection import SessionFigures, figures_of, lineage_notes, lineage_text, summary, totals
+from polarnode.cli.inspection import SessionLineage, figures_of, lineage_notes, lineage_text, summary, totals
 from polarnode.cli.main import main as command
 from polarnode.core import codec
 from polarnode.core.task import HarnessSpec, TaskSpec
@@ -84,7 +84,7 @@ def test_notes_of_lineages_are_shown_with_their_turn() -> None:
 
 def test_many_sessions_are_a_table_and_their_sums() -> None:
     counted = [
-        SessionFigures(name, figures_of(codec.trajectory_json(trajectory(name, turns=turns))) or {})
+        SessionLineage(name, figures_of(codec.trajectory_json(trajectory(name, turns=turns))) or {})
         for name, turns in (("a", 3), ("b", 5))
     ]
     said = text_of(summary(counted, totals(counted)))

@@ -235,7 +235,7 @@ def groups() -> Iterator[tuple[BaseException, int | None, str]]:
 def test_what_nurseries_hand_on_is_told_as_what_it_is(
     error: BaseException, code: int | None, said: str
 ) -> None:
-    told = options.as_exit(error)
+    told = options.command_exit(error)
     if code is None:
         assert told is None
         return

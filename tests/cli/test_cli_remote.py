@@ -34,9 +34,9 @@ async def invoke(plane: Plane, *argv: str) -> Result:
 async def publish(plane: Plane, *trajectories: Trajectory) -> None:
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            plane.journal.turn(turn)
+            plane.journal.record_turn(turn)
         publish_end(plane.journal, trajectory)
-    await plane.journal.flushed()
+    await plane.journal.flush()
 
 
 def of_task(task_id: str, *rewards: float | None) -> list[Trajectory]:
@@ -177,7 +177,7 @@ def of_tests(*tails: str | None, reward: float = 0.0) -> list[Event]:
     ],
 )
 def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) -> None:
-    ends = watching.SameEnds()
+    ends = watching.SameTestEnds()
     notes = [ends.note(each) for each in events]
     assert notes[:-1] == [None] * (len(events) - 1)
     assert (notes[-1] is None) is (said is None)
@@ -203,13 +203,13 @@ def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) 
     ],
 )
 def test_tests_that_all_miss_a_program(said: str) -> None:
-    ends = watching.SameEnds()
+    ends = watching.SameTestEnds()
     events = of_tests(f"collecting\n{said}\n", f"{said}\n")
     assert [ends.note(each) for each in events][-1] == (
         f"the tests of all 2 samples ended in the same line: {said}"
     )
     passed = of_tests(f"{said}\n", f"{said}\n", reward=1.0)
-    assert [watching.SameEnds().note(each) for each in passed] == [None] * 3
+    assert [watching.SameTestEnds().note(each) for each in passed] == [None] * 3
 
 
 async def test_watch_tells_of_a_broken_test(tmp_path: Path) -> None:

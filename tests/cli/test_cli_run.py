@@ -259,7 +259,7 @@ def test_stdout_by_its_name_is_stdout(tmp_path: Path) -> None:
 
 
 def test_each_run_has_a_state_of_its_own(tmp_path: Path) -> None:
-    state = running.new_state(tmp_path / "out")
+    state = running.make_state_folder(tmp_path / "out")
     assert state.is_dir()
     assert state.parent == tmp_path / "out" / "state"
     assert state.name.endswith(f"-{os.getpid()}")
@@ -268,7 +268,7 @@ def test_each_run_has_a_state_of_its_own(tmp_path: Path) -> None:
 def test_an_out_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PolarnodeError, match=r"--out .*file cannot be written"):
-        running.new_state(tmp_path / "file")
+        running.make_state_folder(tmp_path / "file")
 
 
 def test_a_task_may_be_a_folder(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import trio
 from podman_parts import settings, tools
 
 from polarnode.containers.images import build_task_images
-from polarnode.sources.reading import build_of
+from polarnode.sources.reading import make_build
 
 pytestmark = [pytest.mark.podman, pytest.mark.usefixtures("podman")]
 
@@ -81,7 +81,7 @@ def dataset(tmp_path: Path) -> Iterator[Path]:
     git(repo, "switch", "--quiet", "--create", "work", base)
     git(repo, "remote", "add", "origin", "https://example.invalid/repo")
     (tmp_path / "environment" / "Dockerfile").write_text(DOCKERFILE)
-    build = build_of(tmp_path / "environment", "Dockerfile", limit_s=600.0)
+    build = make_build(tmp_path / "environment", "Dockerfile", limit_s=600.0)
 
     async def make() -> None:
         await build_task_images(settings(), [build], log=tmp_path / "images.log", report=print)

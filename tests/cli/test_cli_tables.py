@@ -63,7 +63,9 @@ def test_where_there_is_no_terminal_the_table_is_one_line_a_session() -> None:
 @pytest.mark.parametrize("width", [72, 80, 100])
 def test_on_a_narrow_terminal_ids_shorten_and_figures_stay_whole(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
-    lines = printed(output.fitted(console, lambda narrow: output.result_table(some(), narrow=narrow)), width)
+    lines = printed(
+        output.fit_table(console, lambda narrow: output.result_table(some(), narrow=narrow)), width
+    )
     text = "\n".join(lines)
     assert "…" not in text
     assert max(map(len, lines)) <= width
@@ -74,7 +76,7 @@ def test_on_a_narrow_terminal_ids_shorten_and_figures_stay_whole(width: int) -> 
 def test_a_wide_terminal_gets_the_whole_table() -> None:
     console = Console(file=io.StringIO(), width=140)
     assert "0000f8e78004d800" in "\n".join(
-        printed(output.fitted(console, lambda narrow: output.result_table(some(), narrow=narrow)), 140)
+        printed(output.fit_table(console, lambda narrow: output.result_table(some(), narrow=narrow)), 140)
     )
 
 

@@ -359,9 +359,9 @@ def test_the_table_of_a_run_of_4096_samples_is_short() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(output.result_table(many))
     lines = console.export_text().splitlines()
-    assert len(lines) == output.MOST_ROWS + 2
+    assert len(lines) == output.MAX_ROWS + 2
     assert lines[1].split()[:1] == ["bad"], "those that did not complete come first"
-    assert lines[-1].strip() == f"… {4096 - output.MOST_ROWS} more"
+    assert lines[-1].strip() == f"… {4096 - output.MAX_ROWS} more"
 
 
 def test_a_table_with_one_row_too_many_shows_it() -> None:

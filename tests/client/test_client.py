@@ -92,7 +92,7 @@ def test_a_task_named_is_followed_to_its_end(node: Child) -> None:
 
 async def end_task(path: Path) -> None:
     async with open_plane(path) as plane:
-        for left in await plane.journal.unfinished():
+        for left in await plane.journal.unfinished_sessions():
             if left.identity.task_id == TASK:
                 publish_end(
                     plane.journal,

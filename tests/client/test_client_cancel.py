@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from captures_kit import open_desk
+from captures_kit import open_capture_node
 from client_kit import Node, here, open_node
 from fakes_engine import ScriptedEngine
 from journal_samples import make_spec
@@ -92,7 +92,7 @@ def test_a_loop_left_early_leaves_no_connection(run: Any, node: Node) -> None:
 def test_a_capture_that_is_cancelled_ends_so(run: Any, tmp_path: Path) -> None:
     with here() as node:
         engine = ScriptedEngine(reply=answers("Bread."), vocab_size=4096, context_length=CONTEXT)
-        desk = node.open(open_desk(tmp_path, engine))
+        desk = node.open(open_capture_node(tmp_path, engine))
         ended: list[Any] = []
 
         async def main() -> None:

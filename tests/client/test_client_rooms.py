@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from captures_kit import open_desk
+from captures_kit import open_capture_node
 from client_kit import KINDS, here, open_client
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, answers
@@ -92,7 +92,7 @@ def scripted() -> ScriptedEngine:
 
 def test_an_agent_of_ones_own_is_captured_and_ends_as_it_ends(kind: str, tmp_path: Path) -> None:
     with here() as node, ExitStack() as stack:
-        desk = node.open(open_desk(tmp_path, scripted()))
+        desk = node.open(open_capture_node(tmp_path, scripted()))
         client = stack.enter_context(open_client(kind, desk.caller.url, token="secret"))
         with client.capture(task_id="mine", metadata={"row": 7}) as session:
             with openai.OpenAI(base_url=session.openai_base_url, api_key=session.key, max_retries=0) as agent:
@@ -129,7 +129,7 @@ def test_a_node_that_is_gone_does_not_hide_what_went_wrong(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with here() as node, ExitStack() as stack:
-        desk = node.open(open_desk(tmp_path, scripted()))
+        desk = node.open(open_capture_node(tmp_path, scripted()))
         client = stack.enter_context(open_client(kind, desk.caller.url, token="secret", patience_s=0.2))
         with pytest.raises(ZeroDivisionError), client.capture():
             _ = (node.stack.close(), 1 / 0)

@@ -21,29 +21,36 @@ from polarnode.client.api import Api, Reading, join_group, leave_group, named
 from polarnode.client.requests import (
     Ask,
     Close,
-    Give,
     Open,
     Read,
     Running,
     Script,
-    Sleep,
+    SleepFor,
+    YieldValue,
     acknowledge,
     query_string,
     submit,
 )
 from polarnode.client.scripts import (
-    LIFE,
     PAUSES,
+    SIGN_OF_LIFE,
     Block,
     Decoder,
-    Follower,
     Following,
-    Life,
-    Patience,
+    RetryPatience,
+    SignOfLife,
+    StreamFollower,
     patiently,
     read_event,
 )
-from polarnode.client.streams import LEAVE_S, LOOK_AFTER_S, Acks, Collector, Groups, events
+from polarnode.client.streams import (
+    CHECK_AFTER_S,
+    LEAVE_TIMEOUT_S,
+    Acknowledgements,
+    Collector,
+    GroupStream,
+    events,
+)
 from polarnode.client.values import read_error
 from polarnode.core.codec import dump_json, trajectory_json
 from polarnode.core.codec.json import plain
@@ -102,7 +109,7 @@ class World:
                 return self._read()
             case Ask(request):
                 return self._ask(request)
-            case Sleep(seconds):
+            case SleepFor(seconds):
                 self.slept.append(seconds)
                 self.now_s += seconds
                 assert self.now_s < 86_400, "it never gives up"
@@ -140,7 +147,7 @@ def gives(script: Script[None], world: World) -> Iterator[Any]:
     """What a script gives, in this world."""
     running = Running(script)
     while (command := running.next()) is not None:
-        if isinstance(command, Give):
+        if isinstance(command, YieldValue):
             running.answered(None)
             try:
                 yield command.value
@@ -164,7 +171,7 @@ def returned(script: Script[Any], world: World) -> Any:
     """What a script returns."""
 
     def given() -> Script[None]:
-        yield Give((yield from script))
+        yield YieldValue((yield from script))
 
     [found] = gives(given(), world)
     return found
@@ -227,8 +234,8 @@ def test_an_event_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 @given(st.binary(max_size=300))
 def test_whatever_comes_is_an_event_a_sign_of_life_or_no_polarnodes(data: bytes) -> None:
     for found in Decoder().feed(data + b"\n\n"):
-        if isinstance(found, Life):
-            assert found is LIFE
+        if isinstance(found, SignOfLife):
+            assert found is SIGN_OF_LIFE
         else:
             try:
                 read_event(found)
@@ -343,14 +350,14 @@ def test_leaving_a_silent_node_is_bounded() -> None:
     world.faults = [Unreachable("away")] * 1000
     stream.close()
     assert world.acked == []
-    assert 0 < world.now_s <= LEAVE_S
+    assert 0 < world.now_s <= LEAVE_TIMEOUT_S
 
 
 # ── patience ──────────────────────────────────────────────────────────────────
 
 
 def test_what_does_not_pass_is_not_waited_for() -> None:
-    patience = Patience(600.0, lambda: 0.0)
+    patience = RetryPatience(600.0, lambda: 0.0)
     for status in (400, 401, 404, 409, 500, 507):
         with pytest.raises(ClientError):
             patience.pause(ClientError("no", status=status, type="x"))
@@ -370,7 +377,7 @@ def test_when_to_ask_again_is_read(said: str, seconds: "float | None") -> None:
 def test_a_submission_is_sent_again_under_one_key() -> None:
     world = World([], answers={"/v1/tasks": {"task_id": "t", "session_ids": ["s"], "created": True}})
     world.faults = [Unreachable("cut"), ClientError("full", status=429, type="busy", retry_after=3.0)]
-    script = patiently(submit({}, idempotency_key="k"), Patience(60.0, world.now))
+    script = patiently(submit({}, idempotency_key="k"), RetryPatience(60.0, world.now))
     assert returned(script, world) == Submitted(task_id="t", session_ids=("s",), created=True)
     assert (world.keys, world.slept) == (["k"] * 3, [PAUSES.first_s, 3.0])
 
@@ -624,11 +631,11 @@ def test_failed_acknowledgements_are_raised() -> None:
     assert world.slept == [PAUSES.first_s], "a node that is away is waited for"
 
 
-def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -> Groups:
-    follower = Follower(Following(path="/s", after=None, goes_on=False), Patience(60.0, world.now))
-    return Groups(
+def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -> GroupStream:
+    follower = StreamFollower(Following(path="/s", after=None, goes_on=False), RetryPatience(60.0, world.now))
+    return GroupStream(
         follower,
-        Acks(consumer, 60.0, world.now, 0.0),
+        Acknowledgements(consumer, 60.0, world.now, 0.0),
         Collector(kept_bytes=kept_bytes),
         patience_s=60.0,
         now=world.now,
@@ -690,7 +697,7 @@ def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:
     world = world_of(log)
     stream = gives(groups_of(world).script(), world)
     assert next(stream).task_id == "t"
-    world.now_s += LOOK_AFTER_S
+    world.now_s += CHECK_AFTER_S
     assert list(stream) == []
     assert "GET /v1/tasks/lost" in world.asked
     assert world.position == 5
@@ -725,8 +732,8 @@ def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
 def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
     world = World([(1, task_event(1))], piece=1000)
     script = events(
-        Follower(Following(path="/s", after=None, goes_on=True), Patience(0.0, world.now)),
-        Acks(None, 0.0, world.now),
+        StreamFollower(Following(path="/s", after=None, goes_on=True), RetryPatience(0.0, world.now)),
+        Acknowledgements(None, 0.0, world.now),
     )
     found = gives(script, world)
     assert next(found).seq == 1
@@ -769,7 +776,7 @@ def test_failover_keeps_what_the_log_still_has() -> None:
     body = {"task_id": "c", "group_id": "c", "sessions": [], "state": "complete"}
     given = collector.add(shared_event(10, "group", "group:c", body))
     assert given is not None
-    collector.gave("c")
+    collector.mark_given("c")
     collector.add(shared_event(7, "gap", "gap", {"after": 10, "oldest": 8, "reason": "lost"}, NEW))
     assert collector.position == Cursor(position=3, log=NEW)
     collector.forget("a")

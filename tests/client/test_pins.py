@@ -12,7 +12,7 @@ import trio
 from attrs import define, field
 from quart import Response, request
 from quart_trio import QuartTrio
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient
 from polarnode.client.pins import split_pin, trust
@@ -61,7 +61,7 @@ class Served:
 @asynccontextmanager
 async def served(folder: Path) -> AsyncIterator[Served]:
     # for another name, and over: neither counts where the certificate itself is known
-    certificate = Certificate(*Authority(folder).issue("elsewhere.invalid", days=-1))
+    certificate = Certificate(*CertificateAuthority(folder).issue("elsewhere.invalid", days=-1))
     app = QuartTrio("node")
     found = Served(url="", digest=certificate.digest)
 

@@ -6,7 +6,7 @@ import pytest
 from trainers_kit import make_turn
 
 from polarnode.client import session_scores
-from polarnode.client.session_scores import Chosen, HeldWeights
+from polarnode.client.session_scores import ChosenWeights, HeldWeights
 from polarnode.core.errors import Refused
 from polarnode.core.weights import AdaptersState, AdapterState
 from polarnode.groups.policy_difference import rows_to_score
@@ -23,14 +23,14 @@ def held(**more: Any) -> HeldWeights:
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [
-        ("policy", Chosen(engine="policy")),
-        ("7", Chosen(engine="policy", version="7")),
-        ("run-a", Chosen(engine="policy", adapter="run-a")),
-        ("a-8", Chosen(engine="policy", adapter="run-a", version="a-8")),
-        ("large", Chosen(engine="large")),
+        ("policy", ChosenWeights(engine="policy")),
+        ("7", ChosenWeights(engine="policy", version="7")),
+        ("run-a", ChosenWeights(engine="policy", adapter="run-a")),
+        ("a-8", ChosenWeights(engine="policy", adapter="run-a", version="a-8")),
+        ("large", ChosenWeights(engine="large")),
     ],
 )
-def test_a_name_is_what_the_node_holds(name: str, chosen: Chosen) -> None:
+def test_a_name_is_what_the_node_holds(name: str, chosen: ChosenWeights) -> None:
     assert held().choose(name) == chosen
 
 
@@ -46,7 +46,7 @@ def test_weights_that_are_not_held_are_refused_with_those_that_are(name: str) ->
 
 def test_a_node_without_weights_of_its_own_has_its_servers() -> None:
     bare = held(version="", adapters=AdaptersState())
-    assert bare.choose("policy") == Chosen(engine="policy")
+    assert bare.choose("policy") == ChosenWeights(engine="policy")
     with pytest.raises(Refused, match=r"scores by weights without a name \(policy\), the teacher large"):
         bare.choose("")
 
@@ -54,7 +54,7 @@ def test_a_node_without_weights_of_its_own_has_its_servers() -> None:
 def test_a_long_session_is_sent_in_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_to_score([make_turn(index, None, [1] * 8, [2, 3]) for index in range(5)])
     assert [len(part) for part in session_scores._requests(rows)] == [5]
-    monkeypatch.setattr(session_scores, "MOST_ROWS", 2)
+    monkeypatch.setattr(session_scores, "MAX_ROWS", 2)
     assert [len(part) for part in session_scores._requests(rows)] == [2, 2, 1]
     monkeypatch.setattr(session_scores, "MOST_TOKENS", 15)
     assert [len(part) for part in session_scores._requests(rows)] == [1] * 5

@@ -15,7 +15,7 @@ from attrs import define, field
 from trio.abc import HalfCloseableStream
 
 from polarnode.containers.egress import proxy
-from polarnode.containers.egress.proxy import Egress, serve_egress
+from polarnode.containers.egress.proxy import EgressProxy, serve_egress
 from polarnode.containers.egress.requests import Resolver, World, connect, is_own
 from polarnode.containers.egress.rules import PORTS, EgressRules, read_network
 
@@ -35,7 +35,7 @@ NAMES = (
 class Place:
     """A proxy with the world it sees. `told` is what servers of that world were sent."""
 
-    egress: Egress
+    egress: EgressProxy
     port: int
     world: "Names"
     told: list[bytes]

@@ -6,7 +6,14 @@ import h11
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from polarnode.containers.egress.requests import OUR_OWN, Denial, Forward, Tunnel, end_to_end, read
+from polarnode.containers.egress.requests import (
+    HOP_HEADERS,
+    Forward,
+    ProxyDenial,
+    TunnelRequest,
+    end_to_end,
+    read,
+)
 from polarnode.containers.egress.rules import EgressRules
 
 RULES = EgressRules(names=("site.example", "*.wild.example"))
@@ -103,7 +110,7 @@ def test_what_goes_out_is_one_request_for_the_host_that_was_allowed(
     ]
     request = received("\r\n".join(lines).encode())
     parsed = read(request, RULES) if request is not None else None
-    if isinstance(parsed, Tunnel):
+    if isinstance(parsed, TunnelRequest):
         assert RULES.refusal(parsed.host, parsed.port) is None
     if isinstance(parsed, Forward):
         assert RULES.refusal(parsed.host, parsed.port) is None
@@ -136,7 +143,7 @@ def received(data: bytes) -> h11.Request | None:
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     request = received(data + b"\r\n\r\n")
     if request is not None:
-        assert isinstance(read(request, RULES), Denial | Tunnel | Forward)
+        assert isinstance(read(request, RULES), ProxyDenial | TunnelRequest | Forward)
 
 
 def test_headers_of_a_connection_stay_in_it() -> None:
@@ -148,4 +155,4 @@ def test_headers_of_a_connection_stay_in_it() -> None:
     ]
     answer = h11.Response(status_code=200, headers=headers)
     assert end_to_end(answer) == ((b"Set-Cookie", b"a=1"), (b"Set-Cookie", b"b=2"), (b"ETag", b"x"))
-    assert b"transfer-encoding" in OUR_OWN
+    assert b"transfer-encoding" in HOP_HEADERS

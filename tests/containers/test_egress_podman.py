@@ -9,11 +9,11 @@ import trio
 from attrs import evolve
 from podman_parts import LIFETIME_S, SMALL
 
-from polarnode.containers.egress.proxy import Egress, NodeEgress, open_egress
+from polarnode.containers.egress.proxy import EgressProxy, NodeEgress, open_egress
 from polarnode.containers.egress.requests import Resolver, World
 from polarnode.containers.egress.rules import check_egress, egress_rules
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.core.errors import Refused
 
 pytestmark = pytest.mark.podman
@@ -55,13 +55,13 @@ async def resolve(host: str, port: int) -> Sequence[str]:
     return made_up[host] if host in made_up else await Resolver(trio.CapacityLimiter(1))(host, port)
 
 
-async def curl(runtime: PodmanRuntime, egress: Egress, *arguments: str) -> tuple[int, str]:
+async def curl(runtime: PodmanRuntime, egress: EgressProxy, *arguments: str) -> tuple[int, str]:
     """Its exit code, and all it said."""
     ended = await runtime.run(["curl", "-sS", "-m", "60", *arguments], env=egress.env)
     return ended.exit_code, (ended.stdout + ended.stderr).decode()
 
 
-async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: Runtimes, packages: int) -> None:
+async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: NodeRuntimes, packages: int) -> None:
     names = ["localhost", "private.example", "metadata.example", "rebound.example"]
     rules = evolve(egress_rules(names, ["127.0.0.0/8", "::1/128"]), ports=frozenset({packages, 80}))
     site = f"localhost:{packages}"
@@ -109,7 +109,7 @@ async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: Runtimes
 
 
 async def test_a_harness_that_only_reads_its_environment_gets_its_package(
-    runtimes: Runtimes, packages: int
+    runtimes: NodeRuntimes, packages: int
 ) -> None:
     """As pip does it: Python's own library, and nothing told but the variables. The model's door is not asked
     for through the proxy.
@@ -145,7 +145,7 @@ async def test_a_harness_that_only_reads_its_environment_gets_its_package(
         assert egress.figures()["allowed"] == {"pypi.packages.example": 1}
 
 
-async def test_two_containers_have_lists_of_their_own(runtimes: Runtimes, packages: int) -> None:
+async def test_two_containers_have_lists_of_their_own(runtimes: NodeRuntimes, packages: int) -> None:
     async with (
         runtimes.open(SMALL, session_id="egress-one", lifetime_s=LIFETIME_S) as one,
         runtimes.open(SMALL, session_id="egress-two", lifetime_s=LIFETIME_S) as two,

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from polarnode.containers.egress.rules import (
     EgressRules,
     check_egress,
-    covers,
     egress_rules,
     is_public,
     name_fault,
+    pattern_covers,
     spelled,
 )
 from polarnode.core.errors import ConfigError, Refused
@@ -122,15 +122,15 @@ def test_a_long_list_is_not_told_whole() -> None:
 
 @given(NAMES, LABELS)
 def test_a_wildcard_is_all_below_and_not_the_name_itself(name: str, label: str) -> None:
-    assert covers(f"*.{name}", f"{label}.{name}")
-    assert covers(f"*.{name}", f"{label}.{label}.{name}")
-    assert covers(f"*.{name}", f"*.{label}.{name}"), "a task may ask for a part of what a node allows"
-    assert not covers(f"*.{name}", name)
-    assert not covers(f"*.{name}", f"{label}{name}")
-    assert not covers(f"*.{label}.{name}", f"*.{name}"), "nor for more of it"
-    assert not covers(name, f"*.{name}")
-    assert covers("*", name)
-    assert covers("*", f"*.{name}")
+    assert pattern_covers(f"*.{name}", f"{label}.{name}")
+    assert pattern_covers(f"*.{name}", f"{label}.{label}.{name}")
+    assert pattern_covers(f"*.{name}", f"*.{label}.{name}"), "a task may ask for a part of what a node allows"
+    assert not pattern_covers(f"*.{name}", name)
+    assert not pattern_covers(f"*.{name}", f"{label}{name}")
+    assert not pattern_covers(f"*.{label}.{name}", f"*.{name}"), "nor for more of it"
+    assert not pattern_covers(name, f"*.{name}")
+    assert pattern_covers("*", name)
+    assert pattern_covers("*", f"*.{name}")
 
 
 @given(NAMES, st.text("cC.", max_size=1))

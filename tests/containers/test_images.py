@@ -16,15 +16,15 @@ from polarnode.containers import recipes as recipes_module
 from polarnode.containers.images import BELOW_LABEL, RECIPE_LABEL, Images, build_task_images, ensure_images
 from polarnode.containers.probe import default_state_dir
 from polarnode.containers.recipes import (
-    BUILT,
-    Recipes,
+    BUILT_BASE,
+    ImageRecipes,
     RuntimesSettings,
     archive_lines,
     default_runtimes_dir,
-    on_top,
+    on_top_image,
     read_recipes,
 )
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.codec.tasks import IMAGE
 from polarnode.core.errors import ConfigError, Refused, RuntimeFault
 from polarnode.core.task import HarnessSpec, RuntimeSpec, TaskSpec
@@ -32,8 +32,8 @@ from polarnode.evaluators import command
 from polarnode.harnesses import HARNESSES
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.services import SessionOrder
-from polarnode.sources.reading import build_of
-from polarnode.sources.values import Build
+from polarnode.sources.reading import make_build
+from polarnode.sources.values import ImageBuild
 
 
 def write_recipe(folder: Path, name: str, *, toml: str = "", containerfile: str = "FROM x\n") -> None:
@@ -104,7 +104,7 @@ def test_our_own_recipes_are_inside_an_installed_package_or_beside_that_of_a_che
     assert default_runtimes_dir() == package / "runtimes"
 
 
-def _digests(recipes: Recipes) -> dict[str, str]:
+def _digests(recipes: ImageRecipes) -> dict[str, str]:
     return {name: recipe.digest for name, recipe in recipes.by_name.items()}
 
 
@@ -150,17 +150,17 @@ def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
 
 def test_a_harness_stands_on_a_tasks_image_by_its_own_recipes() -> None:
     recipes = read_recipes(default_runtimes_dir())
-    stages = recipes.stages(on_top("pi", "tasks/one:1"))
+    stages = recipes.stages(on_top_image("pi", "tasks/one:1"))
     assert [stage.recipe.name for stage in stages] == [
         "onto",
         "node",
         "pi",
     ], "what is installed for all tasks gives way to what is missing"
     assert [stage.below for stage in stages] == ["tasks/one:1", stages[0].image, stages[1].image]
-    assert recipes.image(on_top("pi", "tasks/one:1")) == stages[-1].image
+    assert recipes.image(on_top_image("pi", "tasks/one:1")) == stages[-1].image
     assert stages[-1].image.startswith("localhost/polarnode/pi-on:")
     assert all(IMAGE.fullmatch(stage.image) for stage in stages)
-    assert IMAGE.fullmatch(on_top("pi", "tasks/one:1")) is None, "no task can ask for it by name"
+    assert IMAGE.fullmatch(on_top_image("pi", "tasks/one:1")) is None, "no task can ask for it by name"
 
 
 def test_a_session_starts_from_its_tasks_image_with_the_harness_on_top() -> None:
@@ -178,7 +178,7 @@ def test_a_session_starts_from_its_tasks_image_with_the_harness_on_top() -> None
         (RuntimeSpec(), "pi"),
         (RuntimeSpec(add_harness=True), "pi"),
         (RuntimeSpec(image="mine:1"), "mine:1"),
-        (RuntimeSpec(image="mine:1", add_harness=True), on_top("pi", "mine:1")),
+        (RuntimeSpec(image="mine:1", add_harness=True), on_top_image("pi", "mine:1")),
     ):
         spec = TaskSpec(instruction="x", harness=HarnessSpec(name="pi"), runtime=runtime)
         order = SessionOrder(
@@ -192,21 +192,25 @@ def test_images_of_harnesses_on_images_are_told_apart(tmp_path: Path) -> None:
     write_recipe(tmp_path, "one", toml='base = "below"\n')
     write_recipe(tmp_path, "two", toml='base = "below"\n')
     recipes = read_recipes(tmp_path)
-    names = {recipes.image(on_top(harness, image)) for harness in ("one", "two") for image in ("a:1", "a:2")}
+    names = {
+        recipes.image(on_top_image(harness, image)) for harness in ("one", "two") for image in ("a:1", "a:2")
+    }
     assert len(names) == 4
-    assert recipes.stages(on_top("one", "a:1"))[0] == recipes.stages(on_top("two", "a:1"))[0], (
+    assert recipes.stages(on_top_image("one", "a:1"))[0] == recipes.stages(on_top_image("two", "a:1"))[0], (
         "what they share is built once"
     )
     (tmp_path / "below" / "more").write_text("x")
-    assert recipes.image(on_top("one", "a:1")) != read_recipes(tmp_path).image(on_top("one", "a:1"))
-    assert recipes.stages(on_top("one", "below"))[0].below == "localhost/polarnode/below:latest", (
+    assert recipes.image(on_top_image("one", "a:1")) != read_recipes(tmp_path).image(
+        on_top_image("one", "a:1")
+    )
+    assert recipes.stages(on_top_image("one", "below"))[0].below == "localhost/polarnode/below:latest", (
         "a task's image may be a recipe's"
     )
 
 
 def test_only_a_recipe_can_be_put_on_top() -> None:
     with pytest.raises(Refused, match=r"quay\.example/x is no recipe") as refused:
-        read_recipes(default_runtimes_dir()).stages(on_top("quay.example/x", "a:1"))
+        read_recipes(default_runtimes_dir()).stages(on_top_image("quay.example/x", "a:1"))
     assert refused.value.path == "$.runtime.add_harness"
 
 
@@ -344,7 +348,7 @@ async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, repor
 @pytest.mark.podman
 async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
     found = await tools(tmp_path / "log").output("images", "--format", "{{.Repository}}:{{.Tag}}")
-    assert BUILT in found or "debian:" in found
+    assert BUILT_BASE in found or "debian:" in found
 
 
 @pytest.mark.podman
@@ -372,11 +376,11 @@ def without_waits(reported: list[str]) -> list[str]:
     return [each for each in reported if not each.startswith(("waiting", "old layers stay"))]
 
 
-def environment(folder: Path, what: str) -> Build:
+def environment(folder: Path, what: str) -> ImageBuild:
     """A task's environment that nobody else has."""
     folder.mkdir(exist_ok=True)
     (folder / "Dockerfile").write_text(OWNED.format(what=what))
-    return build_of(folder, "Dockerfile", limit_s=600.0)
+    return make_build(folder, "Dockerfile", limit_s=600.0)
 
 
 @pytest.fixture
@@ -409,11 +413,11 @@ async def test_a_tasks_folder_that_does_not_build_says_why(
     podman: None, tmp_path: Path, reported: list[str]
 ) -> None:
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN echo the reason; exit 9\n")
-    build = build_of(tmp_path, "Dockerfile", limit_s=600.0)
+    build = make_build(tmp_path, "Dockerfile", limit_s=600.0)
     with pytest.raises(RuntimeFault, match=r"(?s)failed with exit code 9, see .*the reason"):
         await build_task_images(settings(), [build], log=tmp_path / "log" / "log", report=reported.append)
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN sleep 600\n")
-    slow = build_of(tmp_path, "Dockerfile", limit_s=5.0)
+    slow = make_build(tmp_path, "Dockerfile", limit_s=5.0)
     with pytest.raises(RuntimeFault, match="did not end within its 5 s"):
         await build_task_images(settings(), [slow], log=tmp_path / "log" / "log", report=reported.append)
 
@@ -430,20 +434,20 @@ async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_change
     images = images_of(onto_dir, log, reported)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
-            nursery.start_soon(images.ensure, on_top("tool", name))
+            nursery.start_soon(images.ensure, on_top_image("tool", name))
     assert [each.split(" in ")[0] for each in reported if each.startswith("built")] == [
         f"built onto on {name}",
         f"built tool on {name}",
     ]
-    await images_of(onto_dir, log, reported).ensure(on_top("tool", name))
+    await images_of(onto_dir, log, reported).ensure(on_top_image("tool", name))
     assert len(without_waits(reported)) == 4, "another node finds it there"
-    await _assert_owned(own, on_top("tool", name), b"first\n")
+    await _assert_owned(own, on_top_image("tool", name), b"first\n")
     second = environment(tmp_path / "environment", "second")
     await build_task_images(own, [second], log=log, report=lambda text: None)
     await tools(log).output("tag", second.image, name)
-    await images_of(onto_dir, log, reported).ensure(on_top("tool", name))
-    await _assert_owned(own, on_top("tool", name), b"second\n")
-    made = [stage.image for stage in read_recipes(onto_dir).stages(on_top("tool", name))]
+    await images_of(onto_dir, log, reported).ensure(on_top_image("tool", name))
+    await _assert_owned(own, on_top_image("tool", name), b"second\n")
+    made = [stage.image for stage in read_recipes(onto_dir).stages(on_top_image("tool", name))]
     shown = json.loads(await tools(log).output("image", "inspect", made[0]))
     below = json.loads(await tools(log).output("image", "inspect", second.image))
     assert shown[0]["Labels"][BELOW_LABEL] == below[0]["Id"]
@@ -473,11 +477,13 @@ async def test_a_harness_on_an_image_that_is_not_there_is_refused(
     onto_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     with pytest.raises(Refused, match="no image is called localhost/none/such"):
-        await images_of(onto_dir, tmp_path / "log", reported).ensure(on_top("tool", "localhost/none/such"))
+        await images_of(onto_dir, tmp_path / "log", reported).ensure(
+            on_top_image("tool", "localhost/none/such")
+        )
 
 
 @pytest.mark.podman
-async def test_root_may_write_to_the_top_of_its_container_and_another_may_not(runtimes: Runtimes) -> None:
+async def test_root_may_write_to_the_top_of_its_container_and_another_may_not(runtimes: NodeRuntimes) -> None:
     """As in any other runtime: tasks that are run as root make folders there."""
     script = ["sh", "-c", "stat -c %a /; mkdir /made && echo made"]
     for user, reported in (("root", "755\nmade\n"), ("agent", "755\n")):

@@ -62,7 +62,7 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, seen: list[Co
             nursery.start_soon(there.ensure, "agent")
     (builder,) = seen
     assert builder.asked == 2
-    assert builder.most <= images.CHECKS_AT_ONCE
+    assert builder.most <= images.MAX_CHECKS
 
 
 @pytest.mark.podman

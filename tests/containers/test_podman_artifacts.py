@@ -17,8 +17,8 @@ from attrs import define, evolve
 from podman_parts import LIFETIME_S, SMALL
 
 from polarnode.containers import files
-from polarnode.containers.files import Collected, ContainerFiles, artifacts_path, collect
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.files import CollectedFiles, ContainerFiles, artifacts_path, collect
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.core import codec
 from polarnode.core.errors import RuntimeFault
 
@@ -31,7 +31,7 @@ class Box:
     tar: Path
     opened: int
 
-    async def kept(self, *paths: str, shift: int = 0) -> Collected:
+    async def kept(self, *paths: str, shift: int = 0) -> CollectedFiles:
         files = ContainerFiles(root=self.opened, shift=shift)
         return await trio.to_thread.run_sync(
             partial(collect, files, paths=paths, workdir="/work", to=self.tar)
@@ -63,7 +63,7 @@ async def test_files_folders_and_links_are_kept(box: Box, tmp_path: Path) -> Non
     (box.work.parent / "var" / "log").write_text("a log")
     os.utime(box.work / "out" / "run", (1000, 1000))
     kept = await box.kept("out", "/var/log")
-    assert kept == Collected(path=box.tar, files=3, bytes=18)
+    assert kept == CollectedFiles(path=box.tar, files=3, bytes=18)
     with tarfile.open(box.tar) as archive:
         found = {each.name: each for each in archive}
         assert set(found) == {
@@ -245,7 +245,7 @@ printf '#!/bin/sh\\necho forged' > /tmp/tar; chmod +x /tmp/tar
 
 @pytest.mark.podman
 async def test_artifacts_of_a_hostile_agent(
-    runtimes: Runtimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtimes: NodeRuntimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It plants links, bombs and pipes, and moves a folder to and fro while the node walks."""
     monkeypatch.setattr(files, "BYTES_LIMIT", 1 << 20)

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 import pytest
 
-from polarnode.containers.control_groups import ControlGroup, control_group_of, freezer_of, thaw
+from polarnode.containers.control_groups import ControlGroup, control_group_of, freezer_file, thaw
 
 ID = "0d4f"
 V1 = f"5:pids:/libpod_parent/libpod-{ID}\n4:memory:/libpod_parent/libpod-{ID}\n1:name=systemd:/libpod_parent/libpod-{ID}\n"
@@ -86,7 +86,7 @@ def test_sockets_are_bounded_where_they_are_not_memory(tmp_path: Path) -> None:
 def test_memory_without_files_of_a_disk(tmp_path: Path, stat: str | None, held: int) -> None:
     if stat is not None:
         (tmp_path / "memory.stat").write_text(stat)
-    assert ControlGroup(tmp_path).memory_held() == held
+    assert ControlGroup(tmp_path).memory_bytes() == held
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_memory_without_files_of_a_disk(tmp_path: Path, stat: str | None, held: 
 )
 def test_frozen_group_is_thawed(tmp_path: Path, text: str, place: str, frozen: str, thawed: str) -> None:
     proc = cgroup_files(tmp_path / "proc", text)
-    assert freezer_of(7, root=tmp_path, proc=proc) is None
+    assert freezer_file(7, root=tmp_path, proc=proc) is None
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text(frozen)
-    freezer = freezer_of(7, root=tmp_path, proc=proc)
+    freezer = freezer_file(7, root=tmp_path, proc=proc)
     assert freezer == tmp_path / place
     thaw(freezer)
     assert freezer.read_text() == thawed

@@ -24,7 +24,7 @@ from podman_parts import LIFETIME_S, SMALL, settings
 from polarnode.containers import copying
 from polarnode.containers.copying import Copy
 from polarnode.containers.files import ContainerFiles
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.task import RuntimeSpec, VolumeSpec
 
@@ -346,7 +346,7 @@ LIST = "find . ! -type p -printf '%p %y %m %l %U %G %s %n %T@\\n' | sort; cat la
 
 
 @pytest.mark.podman
-async def test_a_large_workspace_goes_from_container_to_container(runtimes: Runtimes) -> None:
+async def test_a_large_workspace_goes_from_container_to_container(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(evolve(SMALL, disk_mb=1024), session_id="source", lifetime_s=LIFETIME_S) as source,
         runtimes.open(evolve(SMALL, disk_mb=1024), session_id="clean", lifetime_s=LIFETIME_S) as clean,
@@ -369,7 +369,7 @@ async def test_a_large_workspace_goes_from_container_to_container(runtimes: Runt
 
 
 @pytest.mark.podman
-async def test_what_the_image_holds_is_not_copied(runtimes: Runtimes) -> None:
+async def test_what_the_image_holds_is_not_copied(runtimes: NodeRuntimes) -> None:
     """A workdir that is the image's own, with files of Podman's mounted in it: one is changed, one removed,
     one new, one as good as new.
     """

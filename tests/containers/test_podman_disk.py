@@ -27,7 +27,7 @@ from polarnode.containers.disk import (
     used_bytes,
 )
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.support.concurrency import open_background
 
 MB = 1 << 20
@@ -75,10 +75,10 @@ async def test_who_holds_too_many_locks_is_ended_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel counts them in no control group; they are searched for only while the machine has many."""
-    monkeypatch.setattr(disk, "MOST_LOCKS", 100)
+    monkeypatch.setattr(disk, "MAX_SESSION_LOCKS", 100)
     monkeypatch.setattr(disk, "LOCKS_S", 0.01)
     monkeypatch.setattr(disk, "LOCKS_REST_S", 0.01)
-    monkeypatch.setattr(disk, "SLABS", tmp_path / "slabinfo")
+    monkeypatch.setattr(disk, "SLABINFO_PATH", tmp_path / "slabinfo")
     ended: list[str] = []
     watch = DiskWatch(store=tmp_path, reserve=0)
     greedy, modest = written_to(tmp_path / "greedy", ended), written_to(tmp_path / "modest", ended)
@@ -94,7 +94,7 @@ async def test_who_holds_too_many_locks_is_ended_and_nobody_else(
             await until(lambda: bool(ended))
     assert set(ended) == {"greedy"}
     assert greedy.because == "the session held more than 100 locks on files"
-    assert disk.locks_of_machine(tmp_path / "not there") == 0
+    assert disk.count_machine_locks(tmp_path / "not there") == 0
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────
@@ -155,7 +155,13 @@ def test_files_without_a_name_are_found_while_they_are_open(tmp_path: Path) -> N
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("LOOK_S", 0.01), ("LEAST_S", 0.01), ("EACH_S", 0.0), ("REST", 0), ("MOVED", 0)):
+    for name, value in (
+        ("LOOK_S", 0.01),
+        ("LEAST_S", 0.01),
+        ("PAUSE_PER_CONTAINER_S", 0.0),
+        ("REST", 0),
+        ("MOVED", 0),
+    ):
         monkeypatch.setattr(disk, name, value)
 
 
@@ -201,7 +207,7 @@ async def test_nothing_is_measured_while_the_disk_stands_still(
         await until(lambda: each.measured == 2)
         free["files"] -= 10 * MB
         await until(lambda: each.measured == 3)
-        monkeypatch.setattr(disk, "SELDOM_S", 0.2)
+        monkeypatch.setattr(disk, "FULL_ROUND_S", 0.2)
         await until(lambda: each.measured > 4)
 
 
@@ -422,7 +428,7 @@ async def _ended_for_its_disk(runtime: PodmanRuntime, argv: list[str]) -> bytes:
 
 
 @pytest.mark.podman
-async def test_a_disk_filler_is_ended(runtimes: Runtimes) -> None:
+async def test_a_disk_filler_is_ended(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(SPEC, session_id="filler", lifetime_s=LIFETIME_S) as filler,
         runtimes.open(SPEC, session_id="neighbour", lifetime_s=LIFETIME_S) as neighbour,
@@ -438,7 +444,7 @@ async def test_a_disk_filler_is_ended(runtimes: Runtimes) -> None:
 
 
 @pytest.mark.podman
-async def test_two_large_files_are_one_too_many(runtimes: Runtimes) -> None:
+async def test_two_large_files_are_one_too_many(runtimes: NodeRuntimes) -> None:
     """No file is beyond the limit, few are made, and then nothing happens any more."""
     async with runtimes.open(SPEC, session_id="two", lifetime_s=LIFETIME_S) as runtime:
         await _ended_for_its_disk(
@@ -448,13 +454,13 @@ async def test_two_large_files_are_one_too_many(runtimes: Runtimes) -> None:
 
 
 @pytest.mark.podman
-async def test_files_nobody_can_list_are_counted(runtimes: Runtimes) -> None:
+async def test_files_nobody_can_list_are_counted(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SPEC, session_id="hidden", lifetime_s=LIFETIME_S) as runtime:
         assert await _ended_for_its_disk(runtime, ["python3", "-c", UNLINKED]) == b"[]\n"
 
 
 @pytest.mark.podman
-async def test_no_file_outgrows_the_limit_holes_included(runtimes: Runtimes) -> None:
+async def test_no_file_outgrows_the_limit_holes_included(runtimes: NodeRuntimes) -> None:
     """The kernel refuses at the first byte too many, so a bomb of nothing but holes is none."""
     async with runtimes.open(SPEC, session_id="bomb", lifetime_s=LIFETIME_S) as runtime:
         for user in ("agent", "root"):

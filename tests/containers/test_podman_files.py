@@ -52,19 +52,19 @@ def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root
 def test_a_folder_is_opened_for_its_owner(files: ContainerFiles, root: Path, mode: int, after: int) -> None:
     (root / "work").mkdir()
     (root / "work").chmod(mode)
-    files.open_up("/work", ME)
+    files.open_to_owner("/work", ME)
     assert stat.S_IMODE((root / "work").stat().st_mode) == after
 
 
 def test_a_folder_takes_the_place_of_a_file(files: ContainerFiles, root: Path) -> None:
     (root / "work").write_text("file")
-    files.open_up("/work", ME)
-    files.open_up("/deep/in/there", ME)
+    files.open_to_owner("/work", ME)
+    files.open_to_owner("/deep/in/there", ME)
     assert (root / "work").is_dir()
     assert (root / "deep/in/there").is_dir()
     (root / "link").symlink_to("/etc")
     with pytest.raises(ContentFault, match="a link is in the way"):
-        files.open_up("/link", ME)
+        files.open_to_owner("/link", ME)
     assert (root / "link").is_symlink()
 
 
@@ -74,7 +74,7 @@ MADE = 1_600_000_000
 def test_placed_files_have_a_given_time_and_change_no_other(files: ContainerFiles, root: Path) -> None:
     (root / "work").mkdir()
     os.utime(root / "work", (MADE - 7, MADE - 7))
-    files.own_top(MADE)
+    files.prepare_root(MADE)
     files.make_folder("/home/agent", ME, at_s=MADE)
     for path in ("/work/a", "/work/new/b", "/work/a"):
         files.write(path, b"x", ME, 0o644, at_s=MADE + 5)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, cancelled_at, kept_limits, other_node, settings
+from podman_parts import LIFETIME_S, SMALL, cancel_at_sign, kept_limits, other_node, settings
 
-from polarnode.containers.freezing import Freeze
+from polarnode.containers.freezing import ContainerFreeze
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.errors import RuntimeFault
 
 pytestmark = pytest.mark.podman
@@ -52,7 +52,7 @@ async def comes_to(runtime: PodmanRuntime, least: int) -> None:
 
 @kept_limits
 async def test_a_frozen_program_stands_still_and_goes_on_with_what_it_was_sent(
-    runtimes: Runtimes, tmp_path: Path
+    runtimes: NodeRuntimes, tmp_path: Path
 ) -> None:
     async with runtimes.open(SMALL, session_id="frozen", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/counts.py": COUNTS.encode()})
@@ -103,7 +103,7 @@ async def accepted(endpoint: socket.socket) -> socket.socket:
             await trio.sleep(0.02)
 
 
-async def test_what_runs_a_program_in_a_frozen_container_thaws_it(runtimes: Runtimes) -> None:
+async def test_what_runs_a_program_in_a_frozen_container_thaws_it(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="exec", lifetime_s=LIFETIME_S) as runtime:
         await runtime.freeze()
         assert (await runtime.run(["echo", "up"])).stdout == b"up\n"
@@ -111,7 +111,7 @@ async def test_what_runs_a_program_in_a_frozen_container_thaws_it(runtimes: Runt
 
 
 async def test_a_cancelled_program_gets_its_signal_though_it_was_frozen(
-    runtimes: Runtimes, tmp_path: Path
+    runtimes: NodeRuntimes, tmp_path: Path
 ) -> None:
     async with runtimes.open(SMALL, session_id="cancel", lifetime_s=LIFETIME_S) as runtime:
 
@@ -126,13 +126,13 @@ async def test_a_cancelled_program_gets_its_signal_though_it_was_frozen(
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(freezes)
-            assert await cancelled_at(runtime, "/work/frozen", harness)
+            assert await cancel_at_sign(runtime, "/work/frozen", harness)
         assert await runtime.read("/work/left") == b"left\n", "it had its time after TERM"
         await runtime.freeze()
         assert not runtime.frozen, "what is being ended is not frozen again"
 
 
-async def test_frozen_programs_are_ended_by_the_session_and_by_the_disk_watch(runtimes: Runtimes) -> None:
+async def test_frozen_programs_are_ended_by_the_session_and_by_the_disk_watch(runtimes: NodeRuntimes) -> None:
     for end in ("session", "disk"):
         async with runtimes.open(SMALL, session_id=end, lifetime_s=LIFETIME_S) as runtime:
             await runtime.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 &"])
@@ -143,7 +143,7 @@ async def test_frozen_programs_are_ended_by_the_session_and_by_the_disk_watch(ru
             assert (await runtime.run(["true"])).exit_code == 0
 
 
-async def test_a_frozen_container_is_removed(runtimes: Runtimes) -> None:
+async def test_a_frozen_container_is_removed(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="closed", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 &"])
         await runtime.freeze()
@@ -189,7 +189,9 @@ def sleeping() -> list[str]:
     return found
 
 
-async def test_where_there_is_no_freezer_nothing_is_asked_of_podman(runtimes: Runtimes) -> None:
-    freeze = Freeze(container="none", client=runtimes._pool.starter.client, frozen=set(), possible=False)
+async def test_where_there_is_no_freezer_nothing_is_asked_of_podman(runtimes: NodeRuntimes) -> None:
+    freeze = ContainerFreeze(
+        container="none", client=runtimes._pool.starter.client, frozen=set(), possible=False
+    )
     await freeze.freeze()
     assert not freeze.on

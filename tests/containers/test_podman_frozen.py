@@ -16,13 +16,13 @@ import trio
 from attrs import define, evolve
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.below import KILLED, NOTES, OUTPUT, Below, number_of
+from polarnode.containers.below import KILLED, NOTES, OUTPUT, DetachedProgram, number_of
 from polarnode.containers.container import shape_of
 from polarnode.containers.criu import _why_not, first_error, freezing_obstacle
-from polarnode.containers.frozen import IMAGES
+from polarnode.containers.frozen import IMAGES_FOLDER
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
-from polarnode.containers.starting import Starter
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
+from polarnode.containers.starting import RuntimeStarter
 from polarnode.core.errors import ForkError, Refused, RuntimeFault
 from polarnode.core.snapshots import FrozenImage
 
@@ -53,7 +53,7 @@ sys.exit(int(word))
 
 
 @pytest.fixture
-async def freezing(podman: None) -> AsyncIterator[Runtimes]:
+async def freezing(podman: None) -> AsyncIterator[NodeRuntimes]:
     async with open_runtimes(settings("frozen", warm=0)) as runtimes:
         if runtimes.freezing_obstacle is not None:
             pytest.skip(f"this machine cannot freeze sessions: {runtimes.freezing_obstacle}")
@@ -82,7 +82,7 @@ async def tell(endpoint: socket.socket, word: bytes) -> None:
 
 
 @asynccontextmanager
-async def counting(runtimes: Runtimes, log: Path) -> AsyncIterator[tuple[PodmanRuntime, int]]:
+async def counting(runtimes: NodeRuntimes, log: Path) -> AsyncIterator[tuple[PodmanRuntime, int]]:
     """A sealed container in which COUNTS runs below the first process, with the number of its shell."""
     async with runtimes.open(SMALL, session_id="frozen", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/counts.py": COUNTS.encode()})
@@ -90,11 +90,11 @@ async def counting(runtimes: Runtimes, log: Path) -> AsyncIterator[tuple[PodmanR
             ["sh", "-c", "mkdir -m 750 /work/deep && ln -s none /work/deep/link && rm /etc/motd"], user="0"
         )
         await runtime.seal(SMALL)
-        number = await runtime.start_below(
+        number = await runtime.start_detached(
             ["python3", "/work/counts.py"], env={"WORD": "of env"}, stdin=b"of stdin"
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: runtime.follow_below(number, log=log, limit=1000))
+            nursery.start_soon(lambda: runtime.follow_detached(number, log=log, limit=1000))
             await counts(runtime, 3)
             yield runtime, number
             nursery.cancel_scope.cancel()
@@ -114,7 +114,7 @@ async def tree(runtime: PodmanRuntime) -> str:
 
 @pytest.mark.podman
 async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
-    freezing: Runtimes, tmp_path: Path
+    freezing: NodeRuntimes, tmp_path: Path
 ) -> None:
     folder, codes = tmp_path / "image", dict[str, int]()
     async with counting(freezing, tmp_path / "log") as (runtime, number):
@@ -171,7 +171,7 @@ async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
             SMALL, evolve(image, machine="2.4"), folder, session_id="x", lifetime_s=LIFETIME_S
         ):
             pass
-    (folder / IMAGES / "inventory.img").write_bytes(b"")
+    (folder / IMAGES_FOLDER / "inventory.img").write_bytes(b"")
     with pytest.raises(RuntimeFault, match="cannot restore it"):
         async with freezing.open_frozen(SMALL, image, folder, session_id="x", lifetime_s=LIFETIME_S):
             pass
@@ -179,7 +179,9 @@ async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
 
 
 @pytest.mark.podman
-async def test_what_no_copy_would_have_is_not_frozen_and_goes_on(freezing: Runtimes, tmp_path: Path) -> None:
+async def test_what_no_copy_would_have_is_not_frozen_and_goes_on(
+    freezing: NodeRuntimes, tmp_path: Path
+) -> None:
     talk = "import socket, time; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname()); c = a.accept(); open('/work/up', 'w'); time.sleep(600)"
     async with counting(freezing, tmp_path / "log") as (runtime, number):
         with pytest.raises(Refused, match="more than 0 MiB: raise max_mb"):
@@ -208,12 +210,12 @@ TRACES = (
 
 
 @asynccontextmanager
-async def halted(runtimes: Runtimes, log: Path, halt: str) -> AsyncIterator[tuple[PodmanRuntime, int]]:
+async def halted(runtimes: NodeRuntimes, log: Path, halt: str) -> AsyncIterator[tuple[PodmanRuntime, int]]:
     """A program below the first process that counts, and of which a child was halted."""
     async with runtimes.open(SMALL, session_id="halted", lifetime_s=LIFETIME_S) as runtime:
-        number = await runtime.start_below(["sh", "-c", STOPS.format(halt=halt)], env={})
+        number = await runtime.start_detached(["sh", "-c", STOPS.format(halt=halt)], env={})
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(lambda: runtime.follow_below(number, log=log, limit=1000))
+            nursery.start_soon(lambda: runtime.follow_detached(number, log=log, limit=1000))
             while await runtime.read("/work/up") is None:  # noqa: ASYNC110 (a container has no events)
                 await trio.sleep(0.02)
             yield runtime, number
@@ -228,7 +230,7 @@ async def halted(runtimes: Runtimes, log: Path, halt: str) -> AsyncIterator[tupl
     ids=["stopped", "traced"],
 )
 async def test_a_halted_process_is_not_frozen(
-    freezing: Runtimes, tmp_path: Path, halt: str, why: str
+    freezing: NodeRuntimes, tmp_path: Path, halt: str, why: str
 ) -> None:
     """CRIU would wait for it in a frozen group, and the session with it."""
     async with halted(freezing, tmp_path / "log", halt) as (runtime, number):
@@ -240,10 +242,10 @@ async def test_a_halted_process_is_not_frozen(
 
 @pytest.mark.podman
 async def test_a_hanging_dump_is_killed(
-    freezing: Runtimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    freezing: NodeRuntimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a process is stopped in the moment between the look and the freeze."""
-    monkeypatch.setattr("polarnode.containers.frozen._halted", lambda _: None)
+    monkeypatch.setattr("polarnode.containers.frozen._halted_reason", lambda _: None)
     monkeypatch.setattr("polarnode.containers.criu.DUMP_S", 2.0)
     async with halted(freezing, tmp_path / "log", STOPPED) as (runtime, number):
         with pytest.raises(RuntimeFault, match="criu was not done after 2 s and was killed"):
@@ -253,7 +255,7 @@ async def test_a_hanging_dump_is_killed(
 
 
 @pytest.mark.podman
-async def test_shared_memory_counts_as_memory(freezing: Runtimes, tmp_path: Path) -> None:
+async def test_shared_memory_counts_as_memory(freezing: NodeRuntimes, tmp_path: Path) -> None:
     shares = "import mmap, time; m = mmap.mmap(-1, 40 << 20); m.write(bytes(40 << 20)); open('/work/up', 'w'); time.sleep(600)"
     async with counting(freezing, tmp_path / "log") as (runtime, number):
         await runtime.run(["setsid", "sh", "-c", f'exec python3 -c "{shares}" >/dev/null 2>&1 </dev/null &'])
@@ -265,17 +267,17 @@ async def test_shared_memory_counts_as_memory(freezing: Runtimes, tmp_path: Path
 
 
 @pytest.mark.podman
-async def test_a_program_below_is_ended_and_its_code_is_read(freezing: Runtimes, tmp_path: Path) -> None:
+async def test_a_program_below_is_ended_and_its_code_is_read(freezing: NodeRuntimes, tmp_path: Path) -> None:
     async with freezing.open(SMALL, session_id="below", lifetime_s=LIFETIME_S) as runtime:
-        number = await runtime.start_below(["no such program"], env={})
-        assert await runtime.follow_below(number, log=tmp_path / "log", limit=1000) == 127
+        number = await runtime.start_detached(["no such program"], env={})
+        assert await runtime.follow_detached(number, log=tmp_path / "log", limit=1000) == 127
         assert "no such program" in (tmp_path / "log").read_text()
     async with freezing.open(SMALL, session_id="below", lifetime_s=LIFETIME_S) as runtime:
         script = "trap 'echo left; exit 0' TERM; touch /work/up; while :; do sleep 0.1; done"
-        number = await runtime.start_below(["sh", "-c", script], env={})
+        number = await runtime.start_detached(["sh", "-c", script], env={})
         with trio.move_on_after(60) as scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(lambda: runtime.follow_below(number, log=tmp_path / "log", limit=1000))
+                nursery.start_soon(lambda: runtime.follow_detached(number, log=tmp_path / "log", limit=1000))
                 while await runtime.read("/work/up") is None:  # noqa: ASYNC110 (a container has no events)
                     await trio.sleep(0.02)
                 nursery.cancel_scope.cancel()
@@ -284,8 +286,8 @@ async def test_a_program_below_is_ended_and_its_code_is_read(freezing: Runtimes,
 
 
 @pytest.mark.podman
-async def test_a_node_without_criu_makes_no_copy(runtimes: Runtimes, tmp_path: Path) -> None:
-    starter: Starter = evolve(runtimes._pool.starter, criu=None)
+async def test_a_node_without_criu_makes_no_copy(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+    starter: RuntimeStarter = evolve(runtimes._pool.starter, criu=None)
     image = FrozenImage(
         bytes=0,
         number=2,
@@ -334,7 +336,7 @@ async def test_a_note_is_an_agents_word(tmp_path: Path, notes: bytes | None, cod
     else:
         (tmp_path / NOTES).write_bytes(notes)
     root = os.open(tmp_path, os.O_RDONLY)
-    below = Below(inside=Hollow(root), execs=None, freeze=None, shift=0)  # type: ignore[arg-type]
+    below = DetachedProgram(inside=Hollow(root), execs=None, freeze=None, shift=0)  # type: ignore[arg-type]
     try:
         assert await below.follow(2, lambda *_: None) == code
         (tmp_path / OUTPUT).unlink()

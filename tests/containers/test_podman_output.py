@@ -11,8 +11,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.containers.client import Hijacked
-from polarnode.containers.exec import Frames, Tail, _pump
+from polarnode.containers.client import HijackedStream
+from polarnode.containers.exec import FrameSplitter, OutputTail, _pump
 from polarnode.core.errors import RuntimeFault
 from polarnode.support.bounded import BoundedLog, open_bounded_log
 
@@ -29,7 +29,7 @@ def framed(pieces: list[tuple[int, bytes]]) -> bytes:
 def test_frames_come_out_whole_however_the_stream_is_cut(
     pieces: list[tuple[int, bytes]], cuts: list[int]
 ) -> None:
-    stream, frames = framed(pieces), Frames()
+    stream, frames = framed(pieces), FrameSplitter()
     kept = {"stdout": b"", "stderr": b""}
     while stream:
         size = cuts.pop() if cuts else len(stream)
@@ -60,24 +60,24 @@ async def test_podmans_words_are_not_output(frames: list[tuple[int, bytes]], kep
     with ours, theirs:
         await theirs.send(framed(frames))
         theirs.shutdown(socket.SHUT_WR)
-        await _pump(Hijacked(trio.SocketStream(ours)), b"", lambda _, piece: said.extend(piece))
+        await _pump(HijackedStream(trio.SocketStream(ours)), b"", lambda _, piece: said.extend(piece))
     assert bytes(said) == kept
 
 
 def test_a_long_frame_is_given_on_as_it_comes() -> None:
-    frames = Frames()
+    frames = FrameSplitter()
     assert list(frames.feed(bytes([1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]) + b"begin")) == [("stdout", b"begin")]
     assert list(frames.feed(b"more")) == [("stdout", b"more")]
 
 
 def test_what_is_no_frame_is_a_fault() -> None:
     with pytest.raises(RuntimeFault, match="kind 72"):
-        list(Frames().feed(b"HTTP/1.1 400"))
+        list(FrameSplitter().feed(b"HTTP/1.1 400"))
 
 
 @given(pieces=st.lists(st.binary(max_size=30), max_size=20), limit=st.integers(1, 50))
 def test_the_end_is_kept(pieces: list[bytes], limit: int) -> None:
-    tail, whole = Tail(limit), b"".join(pieces)
+    tail, whole = OutputTail(limit), b"".join(pieces)
     for piece in pieces:
         tail.write(piece)
     assert tail.value() == whole[-limit:]

@@ -6,13 +6,13 @@ import pytest
 import trio
 from podman_parts import LIFETIME_S, SMALL, settings
 
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.task import RuntimeSpec
 
 pytestmark = pytest.mark.podman
 
 
-async def wait_warm(runtimes: Runtimes, count: int) -> None:
+async def wait_warm(runtimes: NodeRuntimes, count: int) -> None:
     with trio.fail_after(120):
         while runtimes.statistics().warm != count:  # noqa: ASYNC110 (seen from outside)
             await trio.sleep(0.05)
@@ -75,7 +75,7 @@ async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> No
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 1)
         with trio.fail_after(120):
-            while not any(shelf.starting for shelf in runtimes._pool._shelves.values()):  # noqa: ASYNC110 (seen from outside)
+            while not any(shelf.starting for shelf in runtimes._pool._warm_by_shape.values()):  # noqa: ASYNC110 (seen from outside)
                 await trio.sleep(0.001)
         async with runtimes.open(SMALL, session_id="first", lifetime_s=LIFETIME_S) as runtime:
             runtimes.prewarm(SMALL, 0)
@@ -144,7 +144,7 @@ async def test_a_dead_one_is_not_given(podman: None) -> None:
     async with open_runtimes(settings(warm=1)) as runtimes:
         runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
-        (ready,) = next(iter(runtimes._pool._shelves.values())).ready
+        (ready,) = next(iter(runtimes._pool._warm_by_shape.values())).ready
         await runtimes._pool.starter.client.remove(ready.id)
         async with runtimes.open(SMALL, session_id="fresh", lifetime_s=LIFETIME_S) as runtime:
             assert runtime.id != ready.id

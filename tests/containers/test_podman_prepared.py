@@ -15,7 +15,7 @@ from podman_parts import LIFETIME_S, SMALL, settings
 
 from polarnode.containers.prepared import PodmanCopies, mend, workspace_of
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.core.errors import Refused
 from polarnode.core.task import FileSpec, PrepareStep, RuntimeSpec
 from polarnode.rollouts import session_containers
@@ -46,7 +46,7 @@ def spec(*steps: str, user: str | None = None, **more: object) -> RuntimeSpec:
 
 
 def opened(
-    runtimes: Runtimes, task_spec: RuntimeSpec, session: str, *, shared: bool = True
+    runtimes: NodeRuntimes, task_spec: RuntimeSpec, session: str, *, shared: bool = True
 ) -> AbstractAsyncContextManager[PodmanRuntime]:
     async def prepare(runtime: PodmanRuntime) -> None:
         await session_containers.prepare(runtime, task_spec)
@@ -56,7 +56,7 @@ def opened(
     )
 
 
-async def test_a_copy_is_what_it_was_copied_from(runtimes: Runtimes) -> None:
+async def test_a_copy_is_what_it_was_copied_from(runtimes: NodeRuntimes) -> None:
     task_spec = spec(TREE)
     async with opened(runtimes, task_spec, "first") as first:
         prepared = (await first.run(["sh", "-c", SEEN])).stdout
@@ -78,7 +78,7 @@ find /etc /home /opt /root /srv /usr /var -xdev -type f -newer given | grep -v "
 
 @pytest.mark.parametrize("steps", [(), (":",)])
 async def test_what_sessions_begin_with_says_the_same_in_each_and_is_newer_than_the_image(
-    runtimes: Runtimes, steps: tuple[str, ...]
+    runtimes: NodeRuntimes, steps: tuple[str, ...]
 ) -> None:
     files = tuple(FileSpec(path=path, text="x") for path in ("given", "sub/deep/x"))
     task_spec = evolve(spec(*steps, files=files), **({} if steps else {"prepare": ()}))
@@ -96,7 +96,7 @@ async def test_what_sessions_begin_with_says_the_same_in_each_and_is_newer_than_
     assert only.rstrip().endswith(b":/"), "nothing of the image is newer"
 
 
-async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: Runtimes) -> None:
+async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: NodeRuntimes) -> None:
     task_spec = spec("echo $$ > /work/who; sleep 1; date +%s%N > /work/when")
     seen: list[bytes] = []
 
@@ -115,7 +115,7 @@ async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: R
 
 
 async def test_a_program_that_runs_on_is_not_copied(
-    runtimes: Runtimes, caplog: pytest.LogCaptureFixture
+    runtimes: NodeRuntimes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     task_spec = spec("sleep 1000 >/dev/null 2>&1 &")
@@ -126,7 +126,7 @@ async def test_a_program_that_runs_on_is_not_copied(
     assert caplog.text.count("one of its steps left a process running") == 1
 
 
-async def test_a_step_that_fails_is_refused_to_each(runtimes: Runtimes) -> None:
+async def test_a_step_that_fails_is_refused_to_each(runtimes: NodeRuntimes) -> None:
     task_spec = spec("echo no such thing >&2; exit 3")
     for number in range(2):
         with pytest.raises(Refused, match="exit code 3: no such thing"):
@@ -136,7 +136,7 @@ async def test_a_step_that_fails_is_refused_to_each(runtimes: Runtimes) -> None:
     assert runtimes.statistics().copied == 0
 
 
-async def test_a_copy_that_somebody_removed_is_made_again(runtimes: Runtimes) -> None:
+async def test_a_copy_that_somebody_removed_is_made_again(runtimes: NodeRuntimes) -> None:
     task_spec = spec("echo here > /work/here")
     async with opened(runtimes, task_spec, "one"):
         pass
@@ -185,7 +185,7 @@ async def test_another_node_finds_the_copy(podman: None) -> None:
         assert (two.statistics().copied, two.statistics().reused) == (0, 1)
 
 
-async def test_copies_of_dead_nodes_go_when_they_are_old_or_many(runtimes: Runtimes) -> None:
+async def test_copies_of_dead_nodes_go_when_they_are_old_or_many(runtimes: NodeRuntimes) -> None:
     copies, starter = runtimes._workspaces.copies, runtimes._pool.starter
     assert isinstance(copies, PodmanCopies)
     ours = PodmanCopies(
@@ -194,7 +194,7 @@ async def test_copies_of_dead_nodes_go_when_they_are_old_or_many(runtimes: Runti
     workspace_ = workspace_of(spec("true"), runtimes._pool.shape(SMALL).image)
     assert workspace_ is not None
     shape = runtimes._pool.shape(SMALL)
-    async with runtimes._pool.lent(
+    async with runtimes._pool.lend_runtime(
         await starter.start(shape, session_id="dead", lifetime_s=LIFETIME_S)
     ) as runtime:
         name = await ours.make(workspace_, runtime)

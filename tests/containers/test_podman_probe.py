@@ -12,7 +12,7 @@ from attrs import evolve
 
 from polarnode.containers.container import FIRST_SHIFT, INIT_INSIDE, Shape, Volume, container_spec, shape_of
 from polarnode.containers.probe import (
-    Finding,
+    MachineFinding,
     PodmanFindings,
     closed_folder,
     make_folders,
@@ -45,7 +45,7 @@ FOUND = PodmanFindings(
     quotas=False,
     freezes=True,
     limits=frozenset({"memory", "pids", "cpu"}),
-    findings=(Finding(name="a", ok=True, what="well"),),
+    findings=(MachineFinding(name="a", ok=True, what="well"),),
 )
 SECCOMP = Path("/var/lib/polarnode/podman/etc/seccomp.json")
 SHAPE = Shape(image="localhost/x", workdir="/work", user="agent", cpus=1.5, memory_mb=100, pids=7, disk_mb=50)

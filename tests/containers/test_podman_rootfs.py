@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polarnode.containers.probe import Store, make_folders, store_at
-from polarnode.containers.recipes import BUILT, PUBLIC, Tools, base_image
+from polarnode.containers.recipes import BUILT_BASE, PUBLIC, PodmanTools, base_image
 from polarnode.core.errors import RuntimeFault
 
 STORE = importlib.import_module("polarnode.containers.probe")
@@ -64,7 +64,7 @@ class Machine:
         (self.folder / name).chmod(0o755)
 
     async def base(self, asked: str | None = None) -> str:
-        tools = Tools(podman=self.folder / "podman", store=self.store, log=self.folder / "log")
+        tools = PodmanTools(podman=self.folder / "podman", store=self.store, log=self.folder / "log")
         return await base_image(tools, self.store, asked, self.said.append)
 
     def notes(self, program: str) -> list[str]:
@@ -93,7 +93,7 @@ async def test_what_is_asked_for_and_nowhere_is_a_fault(
         await Machine(tmp_path, monkeypatch).base("own/debian:1")
 
 
-@pytest.mark.parametrize("known", [BUILT, PUBLIC])
+@pytest.mark.parametrize("known", [BUILT_BASE, PUBLIC])
 async def test_what_an_earlier_build_stood_on_is_used_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
 ) -> None:
@@ -113,14 +113,14 @@ async def test_without_a_registry_it_is_built_from_this_machines_archive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(tmp_path, monkeypatch)
-    assert await machine.base() == BUILT
+    assert await machine.base() == BUILT_BASE
     assert machine.said[0] == f"no registry gives {PUBLIC}"
     assert "building" in machine.said[1]
-    assert machine.said[2] == f"built {BUILT}"
+    assert machine.said[2] == f"built {BUILT_BASE}"
     (note,) = machine.notes("mmdebstrap")
     assert f" {machine.suite} " in note
     assert note.endswith(f" deb http://archive/debian {machine.suite} main"), "and of no third party"
-    assert machine.notes("podman import")[0].endswith(BUILT)
+    assert machine.notes("podman import")[0].endswith(BUILT_BASE)
 
 
 async def test_a_build_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ async def test_a_registry_that_hangs_is_not_waited_for(
         .read_text()
         .replace('exec /bin/grep -qx "$3" ' + str(tmp_path / "registry"), "exec /bin/sleep 1000"),
     )
-    assert await machine.base() == BUILT
+    assert await machine.base() == BUILT_BASE
     assert machine.said[0].startswith(f"no registry gave {PUBLIC} within")
 
 

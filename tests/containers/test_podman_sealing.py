@@ -20,8 +20,8 @@ from podman_parts import LIFETIME_S, SMALL, settings, until
 from polarnode.containers import sealing
 from polarnode.containers.client import call
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
-from polarnode.containers.sealing import can_seal, in_mounts, mounts_of
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
+from polarnode.containers.sealing import mounts_of, run_in_mounts, sealing_obstacle
 from polarnode.core.errors import Refused, RuntimeFault
 
 PROBE = importlib.import_module("polarnode.containers.probe")  # the package has a function of that name
@@ -51,7 +51,7 @@ def host_mounts() -> set[str]:
 
 
 @pytest.mark.podman
-async def test_a_root_user_writes_to_its_workspace_alone(runtimes: Runtimes) -> None:
+async def test_a_root_user_writes_to_its_workspace_alone(runtimes: NodeRuntimes) -> None:
     """Images of tasks often run as root; without a seal it may overwrite its own tools."""
     spec = evolve(ROOT, writable=("/opt/cache", "/not/there", "/testbed/deep"))
     async with runtimes.open(spec, session_id="seal", lifetime_s=LIFETIME_S) as runtime:
@@ -81,7 +81,7 @@ async def test_a_root_user_writes_to_its_workspace_alone(runtimes: Runtimes) -> 
 
 
 @pytest.mark.podman
-async def test_an_agent_has_its_home_and_temporary_folders(runtimes: Runtimes) -> None:
+async def test_an_agent_has_its_home_and_temporary_folders(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="seal", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/before": b"1"})
         await runtime.seal(SMALL)
@@ -101,7 +101,7 @@ async def test_an_agent_has_its_home_and_temporary_folders(runtimes: Runtimes) -
 
 
 @pytest.mark.podman
-async def test_a_task_may_do_without(runtimes: Runtimes) -> None:
+async def test_a_task_may_do_without(runtimes: NodeRuntimes) -> None:
     for spec in (evolve(ROOT, read_only=False), evolve(ROOT, writable=("/",))):
         async with runtimes.open(spec, session_id="open", lifetime_s=LIFETIME_S) as runtime:
             await runtime.seal(spec)
@@ -149,7 +149,7 @@ print("tried")
 
 @pytest.mark.podman
 @pytest.mark.parametrize("user", ["agent", "root"])
-async def test_nobody_inside_can_undo_it(runtimes: Runtimes, user: str) -> None:
+async def test_nobody_inside_can_undo_it(runtimes: NodeRuntimes, user: str) -> None:
     spec = evolve(SMALL, user=user)
     async with runtimes.open(spec, session_id="undo", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/tmp/undo.py": UNDO.encode()})
@@ -169,7 +169,7 @@ async def test_nobody_inside_can_undo_it(runtimes: Runtimes, user: str) -> None:
 
 
 @pytest.mark.podman
-async def test_a_program_that_is_writing_is_named(runtimes: Runtimes) -> None:
+async def test_a_program_that_is_writing_is_named(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(ROOT, session_id="busy", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", "exec 3> /srv/served.log; sleep 1000 & disown 2>/dev/null; true"])
         with pytest.raises(
@@ -189,19 +189,19 @@ def test_a_machine_that_forbids_mounts_is_told_so(monkeypatch: pytest.MonkeyPatc
     def no_mounts(place: bytes, flags: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted", "mount")
 
-    assert can_seal() is None or os.geteuid() != 0
+    assert sealing_obstacle() is None or os.geteuid() != 0
     before = host_mounts()
     monkeypatch.setattr(sealing, "_mount", no_mounts)
-    assert "Operation not permitted" in str(can_seal())
+    assert "Operation not permitted" in str(sealing_obstacle())
     assert host_mounts() == before
-    finding = PROBE._sealing(can_seal())
+    finding = PROBE._sealing_finding(sealing_obstacle())
     assert "no root can be made read-only here" in finding.what
     assert "read_only = false" in finding.remedy
 
 
 @pytest.mark.podman
 async def test_a_seal_that_fails_is_a_fault_and_leaves_nothing_half_done(
-    runtimes: Runtimes, monkeypatch: pytest.MonkeyPatch
+    runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_mounts(place: str, flags: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted", "mount")
@@ -229,12 +229,12 @@ def threads_mounts() -> set[int]:
 
 
 @pytest.mark.podman
-async def test_our_own_threads_stay_in_our_own_mounts(runtimes: Runtimes) -> None:
+async def test_our_own_threads_stay_in_our_own_mounts(runtimes: NodeRuntimes) -> None:
     mine = os.stat("/proc/self/ns/mnt").st_ino
     before = host_mounts()
     async with runtimes.open(SMALL, session_id="threads", lifetime_s=LIFETIME_S) as runtime:
         inside = await trio.to_thread.run_sync(
-            partial(in_mounts, runtime._inside, partial(os.path.exists, "/dev/polarnode-init"))
+            partial(run_in_mounts, runtime._inside, partial(os.path.exists, "/dev/polarnode-init"))
         )
         assert inside
         for _ in range(3):
@@ -247,7 +247,7 @@ async def test_our_own_threads_stay_in_our_own_mounts(runtimes: Runtimes) -> Non
 
 
 @pytest.mark.podman
-async def test_a_sealed_container_is_copied_and_removed_like_any_other(runtimes: Runtimes) -> None:
+async def test_a_sealed_container_is_copied_and_removed_like_any_other(runtimes: NodeRuntimes) -> None:
     """A commit takes the layer: what was written to the workspace under a seal is in it."""
     name = "localhost/polarnode-test-sealed:" + os.urandom(4).hex()
     before = host_mounts()

@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 import trio
 import trio.lowlevel
-from podman_parts import LIFETIME_S, SMALL, of_node, settings
+from podman_parts import LIFETIME_S, SMALL, containers_of_node, settings
 
 from polarnode.containers.client import call
 from polarnode.containers.exec import SERVICE_DIED
 from polarnode.containers.probe import default_state_dir, make_folders, store_at
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.containers.service import PodmanService, sweep
 from polarnode.core.errors import ConfigError, RuntimeFault
 from polarnode.support.concurrency import open_background
 
 
-def pid_of(runtimes: Runtimes) -> int:
+def pid_of(runtimes: NodeRuntimes) -> int:
     pid = runtimes._service.pid
     assert pid is not None
     return pid
 
 
 @pytest.mark.podman
-async def test_it_answers_on_a_socket_of_root_alone(runtimes: Runtimes) -> None:
+async def test_it_answers_on_a_socket_of_root_alone(runtimes: NodeRuntimes) -> None:
     socket = runtimes._service.socket
     assert (await call(socket, "GET", "/_ping")).status == 200
     assert os.stat(socket.parent).st_mode & 0o777 == 0o700
@@ -44,7 +44,7 @@ async def test_it_is_gone_with_the_block(podman: None) -> None:
 
 
 @pytest.mark.podman
-async def test_containers_and_programs_live_through_its_death(runtimes: Runtimes) -> None:
+async def test_containers_and_programs_live_through_its_death(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="through", lifetime_s=LIFETIME_S) as runtime:
 
         async def long() -> None:
@@ -89,7 +89,7 @@ async def test_teardown_reaches_podman_although_everything_is_cancelled(podman: 
                 scope.cancel()
                 await trio.sleep_forever()
         assert not runtime.alive
-        assert await of_node(beside, "cut") == [], "nothing was left"
+        assert await containers_of_node(beside, "cut") == [], "nothing was left"
 
 
 def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> PodmanService:

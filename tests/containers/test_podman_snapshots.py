@@ -17,7 +17,7 @@ from podman_parts import LIFETIME_S, SMALL
 from polarnode.containers import snapshots
 from polarnode.containers.files import ContainerFiles
 from polarnode.containers.inside import Process
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.containers.snapshots import SnapshotFiles, archive, check_size, restore
 from polarnode.core.errors import Refused, RuntimeFault
 
@@ -284,7 +284,7 @@ echo x > /tmp/tool.log; echo y > /var/tmp/z; touch -d '2002-02-02' deep
 
 
 @pytest.mark.podman
-async def test_a_link_for_a_workdir_leads_nowhere(runtimes: Runtimes, tmp_path: Path) -> None:
+async def test_a_link_for_a_workdir_leads_nowhere(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     """Else what it leads to would be in the snapshot, and be emptied where that is restored."""
     spec = evolve(SMALL, workdir="/tmp/w")
     async with runtimes.open(spec, session_id="link", lifetime_s=LIFETIME_S) as runtime:
@@ -297,7 +297,7 @@ async def test_a_link_for_a_workdir_leads_nowhere(runtimes: Runtimes, tmp_path: 
 
 
 @pytest.mark.podman
-async def test_a_fresh_container_gets_what_a_running_one_had(runtimes: Runtimes, tmp_path: Path) -> None:
+async def test_a_fresh_container_gets_what_a_running_one_had(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     """The first is sealed and its harness waits; the second is of the same image, and another user range."""
     tar, spec = tmp_path / "s.tar", evolve(SMALL, writable=("/srv/data", "/work/deep"))
     async with (

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import trio
-from podman_parts import LIFETIME_S, SMALL, of_node, other_node, settings
+from podman_parts import LIFETIME_S, SMALL, containers_of_node, other_node, settings
 
 from polarnode.containers.container import (
     LABEL_OWNER,
     LABEL_SESSION,
     Owner,
+    current_owner,
     read_owner,
-    this_process,
 )
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 
 pytestmark = pytest.mark.podman
 
@@ -84,11 +84,11 @@ def _command(pid: str) -> bytes:
 async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None) -> None:
     with node() as (process, service):
         async with open_runtimes(settings("bystander")) as bystander:
-            theirs = await of_node(bystander, "victim")
+            theirs = await containers_of_node(bystander, "victim")
             assert len(theirs) == 2
             assert {each.labels[LABEL_SESSION] for each in theirs} == {"victim-1", "warm"}
             assert await bystander.sweep() == 0, "a living node's containers are not ours to remove"
-            assert len(await of_node(bystander, "victim")) == 2
+            assert len(await containers_of_node(bystander, "victim")) == 2
         process.send_signal(signal.SIGKILL)
         process.wait()
         with trio.fail_after(60):
@@ -96,11 +96,11 @@ async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None
                 await trio.sleep(0.05)
     assert sleepers() == 1, "a killed node cannot end its containers: this is what the sweeper is for"
     async with open_runtimes(settings("successor")) as successor:
-        assert await of_node(successor, "victim") == []
+        assert await containers_of_node(successor, "victim") == []
     assert sleepers() == 0
 
 
-async def test_a_sweep_takes_what_a_removal_left(runtimes: Runtimes) -> None:
+async def test_a_sweep_takes_what_a_removal_left(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="kept", lifetime_s=LIFETIME_S) as kept:
         async with runtimes.open(SMALL, session_id="lost", lifetime_s=LIFETIME_S) as lost:
             runtimes._pool.starter.alive.discard(lost.id)
@@ -145,12 +145,14 @@ def as_conmon(
 
 
 async def test_what_podman_has_forgotten_is_ended_and_nothing_else(
-    runtimes: Runtimes, tmp_path: Path
+    runtimes: NodeRuntimes, tmp_path: Path
 ) -> None:
     storage = runtimes._service.store.storage
     async with runtimes.open(SMALL, session_id="known", lifetime_s=LIFETIME_S) as known:
         assert (await known.run(["true"])).exit_code == 0, "its exec has a conmon too"
-        (container,) = (each.id for each in await of_node(runtimes, "test") if known.id in each.names)
+        (container,) = (
+            each.id for each in await containers_of_node(runtimes, "test") if known.id in each.names
+        )
         with (
             as_conmon(tmp_path, storage, secrets.token_hex(32)) as forgotten,
             as_conmon(tmp_path, storage, container, secrets.token_hex(32)) as of_an_exec,
@@ -165,16 +167,18 @@ async def test_what_podman_has_forgotten_is_ended_and_nothing_else(
         assert (await known.run(["echo", "still"])).stdout == b"still\n"
 
 
-async def test_labels_say_whose_it_is(runtimes: Runtimes) -> None:
+async def test_labels_say_whose_it_is(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="s-17", lifetime_s=LIFETIME_S) as runtime:
         # others of that name may share the store
-        (found,) = [each for each in await of_node(runtimes, "test") if each.names == (runtime.id,)]
+        (found,) = [
+            each for each in await containers_of_node(runtimes, "test") if each.names == (runtime.id,)
+        ]
         assert found.labels[LABEL_SESSION] == "s-17"
-        assert read_owner(found.labels[LABEL_OWNER]) == this_process()
+        assert read_owner(found.labels[LABEL_OWNER]) == current_owner()
 
 
 def test_an_owner_is_told_from_any_other_process() -> None:
-    mine = this_process()
+    mine = current_owner()
     assert mine.is_alive()
     assert read_owner(mine.label()) == mine
     assert not Owner(pid=mine.pid, started=mine.started + 1, boot=mine.boot).is_alive(), "the same id, later"

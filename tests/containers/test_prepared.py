@@ -15,8 +15,8 @@ from session_kit import agent, town
 from trio.abc import Clock
 from trio.testing import MockClock
 
-from polarnode.containers.pool import WINDOW_S, StartDurations, TakeRate, enough
-from polarnode.containers.prepared import MANY_FILES, Workspace, Workspaces, workspace_of
+from polarnode.containers.pool import RATE_WINDOW_S, StartDurations, TakeRate, enough
+from polarnode.containers.prepared import MIN_COPIED_FILES, Workspace, Workspaces, workspace_of
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import EvaluatorSpec, FileSpec, PrepareStep, RuntimeSpec, VolumeSpec
 
@@ -61,7 +61,7 @@ def test_what_a_step_could_see_makes_another_workspace() -> None:
 
 
 def test_what_is_written_as_quickly_is_not_copied() -> None:
-    few = tuple(FileSpec(path=str(number), text="") for number in range(MANY_FILES - 1))
+    few = tuple(FileSpec(path=str(number), text="") for number in range(MIN_COPIED_FILES - 1))
     assert workspace_of(RuntimeSpec(), "i") is None
     assert workspace_of(RuntimeSpec(files=few), "i") is None
     assert workspace_of(RuntimeSpec(files=(*few, FileSpec(path="one more", text=""))), "i") is not None
@@ -405,7 +405,7 @@ def test_the_take_rate_is_of_late() -> None:
     for at in range(800):
         takes.count(at / 4)
     assert takes.rate(200.0) == pytest.approx(4.0, rel=0.05)
-    assert takes.rate(200.0 + 5 * WINDOW_S) < 0.05
+    assert takes.rate(200.0 + 5 * RATE_WINDOW_S) < 0.05
 
 
 def test_starts_are_as_slow_as_the_last_few() -> None:

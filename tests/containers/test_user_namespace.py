@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.containers.user_namespace import CONFIGURED, IDS, Rights, enter_user_namespace, read_rights
+from polarnode.containers.user_namespace import (
+    CONFIGURED_VARIABLE,
+    IDS,
+    ProcessRights,
+    enter_user_namespace,
+    read_rights,
+)
 from polarnode.core.errors import RuntimeFault
 
 MACHINE = "         0          0 4294967295\n"
@@ -17,15 +23,15 @@ GAP = "         0       1000          1\n       500     100000      65536\n"
 @pytest.mark.parametrize(
     ("uid", "text", "rights"),
     [
-        (0, MACHINE, Rights(kind="root", ids=4294967295)),
-        (0, PODMAN, Rights(kind="namespace", ids=65537)),
-        (0, SINGLE, Rights(kind="namespace", ids=1)),
-        (0, GAP, Rights(kind="namespace", ids=1)),
-        (1000, MACHINE, Rights(kind="user", ids=4294967295)),
+        (0, MACHINE, ProcessRights(kind="root", ids=4294967295)),
+        (0, PODMAN, ProcessRights(kind="namespace", ids=65537)),
+        (0, SINGLE, ProcessRights(kind="namespace", ids=1)),
+        (0, GAP, ProcessRights(kind="namespace", ids=1)),
+        (1000, MACHINE, ProcessRights(kind="user", ids=4294967295)),
     ],
 )
 def test_rights_are_read_from_the_map(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, text: str, rights: Rights
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, text: str, rights: ProcessRights
 ) -> None:
     (tmp_path / "uid_map").write_text(text)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
@@ -40,7 +46,7 @@ def test_root_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_entered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setenv(CONFIGURED, "done")
+    monkeypatch.setenv(CONFIGURED_VARIABLE, "done")
     with pytest.raises(RuntimeFault, match="is set, and this process is not root: unset it"):
         enter_user_namespace()
 

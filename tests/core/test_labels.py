@@ -3,30 +3,30 @@
 import pytest
 
 from polarnode.core.errors import Refused
-from polarnode.core.labels import every_label, label_texts, one_model, unmet
+from polarnode.core.labels import all_labels, choose_model, first_unmet_label, format_labels
 
 
 def test_own_labels_win_over_settings() -> None:
-    found = every_label({"gpu": "h100", "node": "other"}, node="n0", model="tiny")
+    found = all_labels({"gpu": "h100", "node": "other"}, node="n0", model="tiny")
     assert found == {"gpu": "h100", "model": "tiny", "node": "n0"}
 
 
 def test_unmet_names_the_label() -> None:
     labels = {"gpu": "h100", "model": "tiny"}
-    assert unmet({"gpu": "h100"}, labels) is None
-    assert unmet({"model": "tiny", "gpu": "b200"}, labels) == "gpu"
-    assert unmet({"zone": "a"}, labels) == "zone"
+    assert first_unmet_label({"gpu": "h100"}, labels) is None
+    assert first_unmet_label({"model": "tiny", "gpu": "b200"}, labels) == "gpu"
+    assert first_unmet_label({"zone": "a"}, labels) == "zone"
 
 
 def test_label_texts_have_one_order() -> None:
-    assert label_texts({"b": "2", "a": "1"}) == label_texts({"a": "1", "b": "2"}) == "a=1, b=2"
+    assert format_labels({"b": "2", "a": "1"}) == format_labels({"a": "1", "b": "2"}) == "a=1, b=2"
 
 
 def test_one_of_several_models_is_named() -> None:
     policy, judge = {"model": "policy", "gpu": "x"}, {"model": "judge"}
-    assert one_model({}, [policy, policy]) == "policy"
-    assert one_model({"model": "judge"}, [judge]) == one_model({"model": "judge"}, []) == "judge"
-    assert one_model({}, []) == ""
+    assert choose_model({}, [policy, policy]) == "policy"
+    assert choose_model({"model": "judge"}, [judge]) == choose_model({"model": "judge"}, []) == "judge"
+    assert choose_model({}, []) == ""
     with pytest.raises(Refused, match=r"serve judge, policy: .* as requires\.model = judge") as refused:
-        one_model({}, [policy, judge])
+        choose_model({}, [policy, judge])
     assert refused.value.path == "$.requires.model"

@@ -12,15 +12,15 @@ from polarnode.core.codec.limits import (
     DEPTH,
     REWARD,
     ValueLimits,
-    nested_deeper,
+    exceeds_depth,
+    exceeds_values,
     url_fault,
     value_fault,
-    values_exceed,
 )
 from polarnode.core.codec.task_toml import read_toml_value
 from polarnode.core.codec.tasks import read_capture, read_capture_end, read_task, task_json
 from polarnode.core.conversation import Json
-from polarnode.core.errors import MESSAGE_CHARS, Refused
+from polarnode.core.errors import MAX_MESSAGE_CHARS, Refused
 from polarnode.core.task import TaskSpec
 
 LEAST: dict[str, Json] = {"instruction": "fix the bug", "harness": {"name": "pi"}}
@@ -69,12 +69,12 @@ def marks(value: Json) -> int:
 @given(value=BODIES, off=st.integers(-2, 2))
 def test_values_are_counted_before_they_are_parsed_and_texts_are_not(value: Json, off: int) -> None:
     found = marks(value)
-    assert values_exceed(orjson.dumps(value), found + off) == (off < 0)
+    assert exceeds_values(orjson.dumps(value), found + off) == (off < 0)
 
 
 @pytest.mark.parametrize("body", [b'"' * 99, b"\\" * 99, b'"\\', b'["' + b'\\"' * 50 + b",,"])
 def test_what_is_no_json_is_counted_too(body: bytes) -> None:
-    assert not values_exceed(body, 1)
+    assert not exceeds_values(body, 1)
 
 
 # ── depth ─────────────────────────────────────────────────────────────────────
@@ -83,15 +83,15 @@ def test_what_is_no_json_is_counted_too(body: bytes) -> None:
 @given(levels=st.integers(0, 1000), limit=st.integers(1, 300))
 def test_depth_is_counted_whatever_it_is(levels: int, limit: int) -> None:
     value = nested(levels)
-    assert nested_deeper(value, limit) == (levels > limit)
-    assert nested_deeper([1, value, "x"], limit) == (levels + 1 > limit)
+    assert exceeds_depth(value, limit) == (levels > limit)
+    assert exceeds_depth([1, value, "x"], limit) == (levels + 1 > limit)
 
 
 def test_depth_needs_no_recursion() -> None:
     value: Any = []
     for _ in range(100_000):
         value = [value]
-    assert nested_deeper(value)
+    assert exceeds_depth(value)
     fault = value_fault(value, "$.metadata")
     assert fault is not None
     assert "is nested more than 100 levels deep" in str(fault)
@@ -342,7 +342,7 @@ def test_a_name_that_becomes_an_argument_is_printable(name: str) -> None:
 def test_a_refusal_does_not_repeat_what_is_long(task: Json) -> None:
     with pytest.raises(Refused) as refused:
         read_task(task)
-    assert len(str(refused.value)) <= MESSAGE_CHARS + 1
+    assert len(str(refused.value)) <= MAX_MESSAGE_CHARS + 1
     assert len(str(refused.value.path)) < 200
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.core.conversation import Message, ToolCall
-from polarnode.core.repeats import ERROR_CHARS, LONGEST_ERROR, equal_turns
+from polarnode.core.repeats import ERROR_END_CHARS, MAX_ERROR_CHARS, equal_turns
 
 HEAD = (Message(role="system", text="work"), Message(role="user", text="begin"))
 ANY = 1_000  # more than any run here
@@ -161,7 +161,7 @@ ERRORS = [
     "failed to parse function arguments: EOF",
     "unsupported call: browse",
     "Exit code 2\nfatal: not a git repository",
-    "x" * 2 * ERROR_CHARS + "\nAssertionError",
+    "x" * 2 * ERROR_END_CHARS + "\nAssertionError",
 ]
 # what agents that make progress get turn after turn
 HARMLESS = [
@@ -178,8 +178,8 @@ HARMLESS = [
     '{"returncode": 0, "output": "0 lines, error.log"}',
     "<returncode>0</returncode> error.log",
     "error.log\nProcess exited with code 0",
-    "x" * ERROR_CHARS + " error " + "x" * ERROR_CHARS,  # in the middle of an output
-    "Error: " + "x" * LONGEST_ERROR,
+    "x" * ERROR_END_CHARS + " error " + "x" * ERROR_END_CHARS,  # in the middle of an output
+    "Error: " + "x" * MAX_ERROR_CHARS,
 ]
 
 

@@ -10,7 +10,7 @@ from polarnode.core.snapshots import (
     ReferenceKey,
     Snapshot,
     asked_for,
-    open_rules,
+    has_pending_rules,
     passes,
     status_of,
 )
@@ -46,8 +46,8 @@ def test_what_is_known_before_a_turn() -> None:
 def test_the_turn_that_makes_a_tool_call_passes(calls: tuple[int, ...], expected: list[int]) -> None:
     turns, spec = session(), SnapshotSpec(tool_calls=calls)
     assert [turn.index for turn in turns if passes(spec, turns, turn.index)] == expected
-    assert open_rules(spec, turns) == (5 in calls)
-    assert open_rules(spec, turns[:2]) == (max(calls) > 3)
+    assert has_pending_rules(spec, turns) == (5 in calls)
+    assert has_pending_rules(spec, turns[:2]) == (max(calls) > 3)
 
 
 def test_an_uncertain_turn_passes() -> None:
@@ -56,7 +56,7 @@ def test_an_uncertain_turn_passes() -> None:
     assert means == sorted(means)
     spec = SnapshotSpec(entropy=means[2])
     assert [passes(spec, turns, index) for index in range(5)] == [False, False, True, True, False]
-    assert open_rules(spec, turns)
+    assert has_pending_rules(spec, turns)
 
 
 def test_a_turn_that_sampled_nothing_passes_nothing() -> None:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from test_wire_tasks import SPECS
 
 from polarnode.core.codec import read_task, structure, task_json
-from polarnode.core.codec.schema import Schemas
+from polarnode.core.codec.schema import SchemaCollector
 from polarnode.core.errors import Refused
 from polarnode.core.task import CaptureSpec, TaskSpec
 
 
 def validator(kind: Any) -> Any:
-    schemas = Schemas(strict=True, root="#/$defs/")
+    schemas = SchemaCollector(strict=True, root="#/$defs/")
     found = schemas.of(kind)
     return jsonschema_rs.validator_for({**found, "$defs": schemas.named})
 
@@ -86,7 +86,7 @@ def test_a_capture_is_said_too() -> None:
 
 
 def test_answers_may_grow_and_defaults_are_told() -> None:
-    schemas = Schemas(strict=False)
+    schemas = SchemaCollector(strict=False)
     schemas.of(TaskSpec)
     task: Any = schemas.named["TaskSpec"]
     assert "additionalProperties" not in task
@@ -96,4 +96,4 @@ def test_answers_may_grow_and_defaults_are_told() -> None:
 
 def test_what_json_has_no_shape_for_is_our_bug() -> None:
     with pytest.raises(TypeError, match="bytes"):
-        Schemas(strict=True).of(bytes)
+        SchemaCollector(strict=True).of(bytes)

@@ -247,11 +247,11 @@ def test_a_snapshot_of_what_no_archive_holds_is_refused(runtime: dict[str, Json]
 def test_a_list_is_short_for_the_turns_of_snapshots() -> None:
     spec = read_task(LEAST | {"snapshot_at": [3, 0]}).snapshot_at
     assert spec == SnapshotSpec(turns=(3, 0))
-    assert (spec.wanted, spec.provisional) == (True, False)
+    assert (spec.wanted, spec.is_provisional) == (True, False)
     assert not SnapshotSpec().wanted
     assert SnapshotSpec(every=2).wanted
     for rule in (SnapshotSpec(entropy=0.0), SnapshotSpec(tool_calls=(1,))):
-        assert (rule.wanted, rule.provisional) == (True, True)
+        assert (rule.wanted, rule.is_provisional) == (True, True)
 
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,20}", fullmatch=True)

@@ -10,12 +10,12 @@ from typing import Any, get_args
 import attrs
 import click
 import pytest
-from control_plane_parts import TaskTaker, other_rooms
+from control_plane_parts import TaskTaker, other_room_extensions
 from journal_samples import make_trajectory
 
 from polarnode.api.app import BODY_BYTES, control_plane
 from polarnode.api.query import READERS
-from polarnode.api.routes import Routes
+from polarnode.api.routes import ControlRoutes
 from polarnode.api.service import SENTENCES
 from polarnode.cli.main import main as command
 from polarnode.core import codec
@@ -46,7 +46,7 @@ from polarnode.evaluators.judging import JudgeConfig
 from polarnode.evaluators.registry import EVALUATORS
 from polarnode.harnesses import HARNESSES
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.values import EventKind, Retention
+from polarnode.journal.values import EventKind, RetentionLimits
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 from polarnode.providers.contract import Fault, FaultKind, Operation
 from polarnode.providers.dialect import route
@@ -149,7 +149,9 @@ async def journal(tmp_path: Path) -> Any:
 
 async def test_every_route_of_the_control_plane_is_documented(journal: Journal) -> None:
     app = control_plane(
-        Routes(service=TaskTaker(journal=journal)).rows(), token=None, extensions=other_rooms(journal)
+        ControlRoutes(service=TaskTaker(journal=journal)).rows(),
+        token=None,
+        extensions=other_room_extensions(journal),
     )
     served = {
         f"{method} {re.sub('<(?:path:)?([a-z_]+)>', '{' + chr(92) + '1}', rule.rule)}"
@@ -224,7 +226,7 @@ def test_every_setting_of_the_simulated_engine_is_documented() -> None:
 
 
 async def test_what_is_documented_as_missing_is_missing(journal: Journal) -> None:
-    app = control_plane(Routes(service=TaskTaker(journal=journal)).rows(), token=None)
+    app = control_plane(ControlRoutes(service=TaskTaker(journal=journal)).rows(), token=None)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
     assert not rules & {"/"}
 
@@ -262,7 +264,7 @@ def test_the_events_are_documented_and_the_example_is_of_their_shape() -> None:
         assert set(value) == {"seq", "journal", "key", kind}
         assert value["seq"] == int(seq)
         assert value["key"].startswith(f"{kind}:")
-    kept = Retention()
+    kept = RetentionLimits()
     assert f"{kept.acknowledged >> 30} GiB" in text
     assert f"{kept.everything >> 30} GiB" in text
 

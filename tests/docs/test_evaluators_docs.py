@@ -11,7 +11,7 @@ from polarnode.core.codec import read_task, read_toml_value
 from polarnode.core.task import Budgets
 from polarnode.evaluators import agent_programs, contract, patches, program_cases, swebench
 from polarnode.evaluators.harbor import HarborConfig
-from polarnode.evaluators.registry import ALIKE, EVALUATORS, find
+from polarnode.evaluators.registry import EVALUATORS, FIXED_EVALUATORS, find
 from polarnode.evaluators.swebench import SwebenchConfig
 from polarnode.evaluators.test_on_output import TestOnOutputConfig
 
@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "evaluators.md").read_text()
         ("test_on_output", TestOnOutputConfig),
         ("harbor", HarborConfig),
         ("swebench", SwebenchConfig),
-        ("Apart from the agent", agent_programs.Separate),
+        ("Apart from the agent", agent_programs.SeparateConfig),
         ("program_cases", program_cases.ProgramCasesConfig),
     ],
 )
@@ -36,7 +36,7 @@ def test_every_field_is_documented_with_its_default(title: str, cls: Any) -> Non
 
 def test_every_field_of_a_case_is_documented_with_its_default() -> None:
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section("A case", PAGE))}
-    both = (program_cases.Case, program_cases.Expected)
+    both = (program_cases.Case, program_cases.ExpectedOutput)
     assert documented == {field.alias: shown_default(field) for cls in both for field in attrs.fields(cls)}
 
 
@@ -53,23 +53,26 @@ def test_the_examples_are_tasks(path: Path) -> None:
 
 
 def test_every_evaluator_from_files_is_documented() -> None:
-    assert {each.name for each in ALIKE} == {
+    assert {each.name for each in FIXED_EVALUATORS} == {
         named(cells[0])[0] for cells in rows(section("Evaluators", PAGE))
     }
 
 
 def test_the_numbers_are_the_programs() -> None:
     assert swebench.INSTALL in PAGE
-    assert f"longer than {agent_programs.DATA_BYTES >> 20} MiB" in PAGE
+    assert f"longer than {agent_programs.MAX_DATA_BYTES >> 20} MiB" in PAGE
     assert f"At most {agent_programs.MOST_REQUESTS:,} programs a test" in PAGE
-    assert f"1 to {program_cases.MOST_CASES}" in PAGE
+    assert f"1 to {program_cases.MAX_CASES}" in PAGE
     assert f"at most {program_cases.OUTPUT_BYTES >> 20} MiB of each" in PAGE
-    assert f"at most {program_cases.PATTERN_BYTES >> 10} KiB, within {program_cases.PATTERN_S:g} s" in PAGE
+    assert (
+        f"at most {program_cases.MAX_PATTERN_BYTES >> 10} KiB, within {program_cases.MAX_PATTERN_S:g} s"
+        in PAGE
+    )
     assert f"last {contract.TAIL:,} characters" in " ".join(PAGE.split())
     assert f"in the last {contract.LOG_BYTES >> 20} MiB of an output" in PAGE
     assert f"{contract.NAMES} names of tests" in PAGE
     assert f"{patches.PATCH_SHOWN:,} characters of a patch" in PAGE
     assert f"larger than {patches.FILE_BYTES >> 20} MiB" in PAGE
-    assert f"larger than {patches.PATCH_BYTES >> 20} MiB is worth 0" in PAGE
+    assert f"larger than {patches.MAX_PATCH_BYTES >> 20} MiB is worth 0" in PAGE
     assert f"is {Budgets().post_s:g} unless the task says more" in PAGE.replace("\n  ", " ")
-    assert all(pattern.strip("*/") in PAGE for pattern in patches.LEFTOVERS)
+    assert all(pattern.strip("*/") in PAGE for pattern in patches.LEFTOVER_PATTERNS)

@@ -11,15 +11,15 @@ from test_docs import named, rows, section, shown_default
 
 from polarnode.evaluators import judging, turn_rewards
 from polarnode.evaluators.judge_evidence import MOST_FILES, ShowConfig
-from polarnode.evaluators.judging import MOST_CRITERIA, CriterionConfig, LlmJudgeConfig
+from polarnode.evaluators.judging import MAX_CRITERIA, CriterionConfig, LlmJudgeConfig
 from polarnode.evaluators.turn_rewards import (
-    MOST_ITEMS,
+    MAX_JUDGED_ITEMS,
     RULES,
     TurnJudgeConfig,
     TurnRewardsConfig,
     WeightsConfig,
 )
-from polarnode.rollouts.judges import ANSWER_BYTES, LONGEST_WISH_S, PASSES, PAUSES
+from polarnode.rollouts.judges import ANSWER_BYTES, MAX_REQUESTED_PAUSE_S, PASSES, PAUSES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "judges.md").read_text()
 SHAPES = (LlmJudgeConfig, CriterionConfig, ShowConfig, TurnRewardsConfig, WeightsConfig, TurnJudgeConfig)
@@ -39,10 +39,13 @@ def test_its_numbers_are_the_programs() -> None:
     text = section("A node's judges", PAGE)
     assert all(str(status) in text for status in PASSES)
     assert f"4 … {PAUSES.longest_s:.0f} s" in text
-    assert f"above {LONGEST_WISH_S:.0f} s" in text
+    assert f"above {MAX_REQUESTED_PAUSE_S:.0f} s" in text
     assert f"more than {ANSWER_BYTES >> 20} MiB" in text
-    assert f"up to {MOST_CRITERIA}" in section("LlmJudgeConfig", PAGE)
+    assert f"up to {MAX_CRITERIA}" in section("LlmJudgeConfig", PAGE)
     assert f"up to {MOST_FILES}" in section("ShowConfig", PAGE)
     assert f"{judging.REASON:,} characters" in section("llm_judge", PAGE)
     judge = section("TurnJudgeConfig", PAGE)
-    assert (f"up to {MOST_ITEMS};" in judge, f"{turn_rewards.REASON} characters" in judge) == (True, True)
+    assert (f"up to {MAX_JUDGED_ITEMS};" in judge, f"{turn_rewards.REASON} characters" in judge) == (
+        True,
+        True,
+    )

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from polarnode.cli.main import main as command
-from polarnode.journal.schema import STEPS, VERSION
+from polarnode.journal.schema import MIGRATIONS, SCHEMA_VERSION
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "upgrading.md").read_text()
@@ -22,9 +22,9 @@ def table(title: str) -> list[list[str]]:
 
 
 def test_every_version_of_a_journal_is_there() -> None:
-    assert f"The journal has version {VERSION}." in PAGE
-    assert f"every version from {min(STEPS)} to {VERSION};" in PAGE
-    assert [int(row[0]) for row in table("Journals")] == list(range(2, VERSION + 1))
+    assert f"The journal has version {SCHEMA_VERSION}." in PAGE
+    assert f"every version from {min(MIGRATIONS)} to {SCHEMA_VERSION};" in PAGE
+    assert [int(row[0]) for row in table("Journals")] == list(range(2, SCHEMA_VERSION + 1))
 
 
 def renamed_flags() -> list[tuple[str, str, str]]:

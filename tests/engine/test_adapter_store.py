@@ -205,7 +205,7 @@ def bound(file: Path) -> None:
 
 async def test_a_body_goes_to_the_disk_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, and never whole in memory; a client that is refused can read why."""
-    monkeypatch.setattr(server, "BUFFERED_BYTES", 1 << 16)
+    monkeypatch.setattr(server, "MAX_BUFFERED_BYTES", 1 << 16)
     monkeypatch.setattr("polarnode.api.app.BODY_BYTES", 1 << 16)
     big = packed(write_adapter(tmp_path / "1"), filling="x" * (900 << 10))
     async with opened(tmp_path) as plane:

@@ -20,12 +20,12 @@ from fakes_engine import order, sample
 from polarnode.core.errors import Conflict, EngineError, Refused
 from polarnode.core.trajectory import VersionSpan
 from polarnode.core.weights import AdapterState
-from polarnode.engine.adapters import Adapters
+from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.checkpoints import AdapterLimits, BadCheckpoint, check_adapter, manifest
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.host import Host
 from polarnode.engine.protocol import Done, LoadDisk, Simulation
-from polarnode.engine.settings import EngineSettings, Simulated, check, engine_arguments
+from polarnode.engine.settings import EngineSettings, SimulatedEngine, check, engine_arguments
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
@@ -41,7 +41,7 @@ def settings(folder: Path, *, hosts: int = 1, **simulation: Any) -> EngineSettin
         state_dir=folder / "state",
         gpus=tuple(range(hosts)),
         lora_rank=8,
-        simulated=Simulated(
+        simulated=SimulatedEngine(
             simulation=evolve(
                 Simulation(tokens_per_s=0, first_token_s=0, prefill_tokens_per_s=0), **simulation
             ),
@@ -94,9 +94,9 @@ async def test_a_call_in_progress_ends_by_the_version_it_began_with(tmp_path: Pa
 
 async def test_a_node_without_room_for_adapters_says_which_setting_gives_it(tmp_path: Path) -> None:
     with pytest.raises(Conflict, match="start it with the setting lora_rank"):
-        await Adapters(evolve(settings(tmp_path), lora_rank=0)).put("a", "a-1", tmp_path)
+        await EngineAdapters(evolve(settings(tmp_path), lora_rank=0)).put("a", "a-1", tmp_path)
     with pytest.raises(Conflict, match="the engine is external"):
-        await Adapters().put("a", "a-1", tmp_path)
+        await EngineAdapters().put("a", "a-1", tmp_path)
 
 
 # ── which version, on which hosts ─────────────────────────────────────────────

@@ -16,16 +16,16 @@ from fakes_engine import order, sample
 
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import EngineError, Refused
-from polarnode.core.ports import Steering
+from polarnode.core.ports import LogitSteering
 from polarnode.engine.calls import check_order
 from polarnode.engine.checkpoints import BadCheckpoint, Kind, check_whole, draft_tensors
-from polarnode.engine.drafts import inexact, undrafted
+from polarnode.engine.drafts import draft_refusal, inexact
 from polarnode.engine.embedded.control import DraftTotals
 from polarnode.engine.engines import open_engines
-from polarnode.engine.external import Unfit, Wanted
+from polarnode.engine.external import UnfitServer, Wanted
 from polarnode.engine.external_sglang import SglangServer
 from polarnode.engine.protocol import Piece, Simulation
-from polarnode.engine.settings import EngineSettings, Simulated, check
+from polarnode.engine.settings import EngineSettings, SimulatedEngine, check
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
@@ -56,7 +56,7 @@ PROGRAM = Path(__file__).parents[1] / "kits" / "drafts_program.py"
     ],
 )
 def test_inexact_drafts_are_refused(arguments: Any, more: Any, sentence: str) -> None:
-    found = undrafted(arguments, **({"cpu": False, "routes": False, "environment": {}} | more))
+    found = draft_refusal(arguments, **({"cpu": False, "routes": False, "environment": {}} | more))
     assert found is not None
     assert sentence in found
 
@@ -64,7 +64,7 @@ def test_inexact_drafts_are_refused(arguments: Any, more: Any, sentence: str) ->
 def test_exact_drafts_are_allowed() -> None:
     one = {"speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1}
     for arguments in ({}, {"speculative_algorithm": None}, {"speculative_algorithm": "EAGLE", **one}):
-        assert undrafted(arguments, cpu=not one.keys() & arguments, routes=True, environment={}) is None
+        assert draft_refusal(arguments, cpu=not one.keys() & arguments, routes=True, environment={}) is None
     assert inexact({"speculative_algorithm": "NGRAM"}) is None
 
 
@@ -81,7 +81,9 @@ def test_a_server_is_held_to_the_same() -> None:
     server = SglangServer(Wanted(url="http://a:1", vocab_size=9), None)  # type: ignore[arg-type]
     server._check({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 1.0})
     server._check({"speculative_algorithm": None, "speculative_accept_threshold_acc": 0.5})
-    with pytest.raises(Unfit, match=r"http://a:1 was started with speculative_accept_threshold_acc=0.5"):
+    with pytest.raises(
+        UnfitServer, match=r"http://a:1 was started with speculative_accept_threshold_acc=0.5"
+    ):
         server._check({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.5})
 
 
@@ -92,7 +94,7 @@ UNHELD: tuple[tuple[str, dict[str, Any]], ...] = (
     ("frequency_penalty", {"sampling": Sampling(frequency_penalty=-0.5)}),
     ("presence_penalty", {"sampling": Sampling(presence_penalty=2.0)}),
     ("repetition_penalty", {"sampling": Sampling(repetition_penalty=1.1)}),
-    ("steering", {"steering": Steering(processor="p", parameters={})}),
+    ("steering", {"steering": LogitSteering(processor="p", parameters={})}),
 )
 HELD = Sampling(
     temperature=0.7, top_p=0.9, top_k=5, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
@@ -112,7 +114,7 @@ def test_what_drafts_do_not_hold_is_refused(name: str, fields: dict[str, Any]) -
 
 async def test_a_simulated_engine_follows(tmp_path: Path) -> None:
     model = load_model(TINY_MODEL)
-    simulated = Simulated(
+    simulated = SimulatedEngine(
         simulation=Simulation(tokens_per_s=0, first_token_s=0, prefill_tokens_per_s=0),
         marks=simulated_marks(model.family),
         vocab_size=model.tokenizer.vocab_size,

@@ -50,7 +50,7 @@ def test_flags_the_file_and_the_environment_take_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
 def test_what_the_node_relies_on_is_refused_with_the_reason(name: str) -> None:
-    (fault,) = checks.checkpoint(evolve(CPU, engine_args={name: 1}))
+    (fault,) = checks.check_checkpoint(evolve(CPU, engine_args={name: 1}))
     assert fault.what == f"--engine-arg {name} is the node's own: {RESERVED[name]}"
     assert "engine arguments" not in [
         each.name for each in checks.requirements(evolve(CPU, engine_args={name: 1}))
@@ -81,7 +81,7 @@ def test_sglang_is_asked_before_an_engine_starts() -> None:
         "max_running_requests": 8,
         "log_level": "info",
     }
-    finding = checks.engine_arguments(evolve(CPU, engine_args=wrong), {"PATH": "/usr/bin:/bin"})
+    finding = checks.check_engine_arguments(evolve(CPU, engine_args=wrong), {"PATH": "/usr/bin:/bin"})
     first, second, third, fourth, fifth = finding.what.split("; ")
     assert (finding.ok, finding.name) == (False, "engine arguments")
     assert first.startswith(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import trio
-from cache_calls import CacheFigures, Shape, lives, played, rounds
+from cache_calls import CacheCounts, Shape, lives, played, rounds
 from engine_reference import TOLERANCE, Reference, difference, settings, temporary
 from fakes_engine import joined, order, sample
 
 from polarnode.engine.calls import prefix_name
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Forget, Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
@@ -59,7 +59,7 @@ async def simulated(state: Path) -> AsyncIterator[Engines]:
             context_length=8192,
             residency=False,
             session_cache=True,
-            simulated=Simulated(simulation=SMALL, marks=marks, vocab_size=vocabulary),
+            simulated=SimulatedEngine(simulation=SMALL, marks=marks, vocab_size=vocabulary),
         )
     ) as engines:
         yield engines
@@ -118,7 +118,7 @@ async def calls_at_once_find_about_the_same(real: Engines, fake: Engines, seed: 
     assert close(ones, others, 0.08), (seed, pairs)
 
 
-def close(ones: Sequence[CacheFigures], others: Sequence[CacheFigures], share: float) -> bool:
+def close(ones: Sequence[CacheCounts], others: Sequence[CacheCounts], share: float) -> bool:
     real, fake = sum(sum(each.cached) for each in ones), sum(sum(each.cached) for each in others)
     return abs(fake - real) <= share * real
 

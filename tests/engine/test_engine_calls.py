@@ -13,14 +13,14 @@ from fakes_engine import order
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Constraint, Sampling
 from polarnode.core.errors import ContextTooLong, EngineError
-from polarnode.core.ports import Chunk, GenerateOrder, Steering
+from polarnode.core.ports import Chunk, GenerateOrder, LogitSteering
 from polarnode.core.trajectory import VersionSpan
 from polarnode.engine.calls import WITHHELD_TOKENS, Call, check_order, sampling_parameters, to_generate
-from polarnode.engine.protocol import Piece, Routed
+from polarnode.engine.protocol import Piece, RoutedRows
 
 RID = "0" * 32
 SCHEMA = Constraint(kind="json_schema", text='{"type": "object"}')
-STEERING = Steering(processor='{"callable": ""}', parameters={"force": [1], "stop": 2})
+STEERING = LogitSteering(processor='{"callable": ""}', parameters={"force": [1], "stop": 2})
 
 
 def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
@@ -135,7 +135,7 @@ async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> Non
     call.take(piece([1]))
     first = await call.__anext__()
     for start, wide in ((2, b"\1\0\2\0"), (3, b"\3\0\4\1")):
-        call.take(Routed(rid=RID, start=start, layers=2, top_k=1, wide=True, data=wide))
+        call.take(RoutedRows(rid=RID, start=start, layers=2, top_k=1, wide=True, data=wide))
     assert not call.over
     call.take(piece([2], finish="stop"))
     last = await call.__anext__()
@@ -370,9 +370,9 @@ UNFIT: tuple[tuple[Any, str], ...] = (
     ),
     (piece([], finish="stop", spans=(("0", 0, 2),)), "weight versions of 2 tokens, 1 were sampled"),
     (piece([], finish="stop", spans=(("0", 1, 1),)), "tokens 1 to 1, where 0 is due"),
-    (Routed(rid=RID, start=-1, layers=1, top_k=1, wide=False, data=b""), "from -1 on"),
-    (Routed(rid=RID, start=0, layers=0, top_k=1, wide=False, data=b""), "0 a position"),
-    (Routed(rid=RID, start=0, layers=2, top_k=1, wide=False, data=b"\1"), "1 bytes of routed experts"),
+    (RoutedRows(rid=RID, start=-1, layers=1, top_k=1, wide=False, data=b""), "from -1 on"),
+    (RoutedRows(rid=RID, start=0, layers=0, top_k=1, wide=False, data=b""), "0 a position"),
+    (RoutedRows(rid=RID, start=0, layers=2, top_k=1, wide=False, data=b"\1"), "1 bytes of routed experts"),
 )  # fmt: skip
 
 
@@ -390,7 +390,7 @@ async def test_what_does_not_fit_fails_the_call_and_is_not_sampled(unfit: Any, w
 
 async def test_rows_of_experts_follow_one_another() -> None:
     call = Call(rid=RID)
-    call.take(Routed(rid=RID, start=2, layers=2, top_k=1, wide=True, data=bytes(4)))
-    call.take(Routed(rid=RID, start=4, layers=2, top_k=1, wide=True, data=bytes(4)))
+    call.take(RoutedRows(rid=RID, start=2, layers=2, top_k=1, wide=True, data=bytes(4)))
+    call.take(RoutedRows(rid=RID, start=4, layers=2, top_k=1, wide=True, data=bytes(4)))
     with pytest.raises(EngineError, match="from 4 on where 3 is due"):
         await call.__anext__()

@@ -18,7 +18,7 @@ from polarnode.engine.checkpoints import (
     fingerprint,
     manifest,
 )
-from polarnode.engine.host import Loaded, Questions, Stale, load_target
+from polarnode.engine.host import Loaded, PendingReplies, StaleWeights, load_target
 from polarnode.engine.protocol import (
     BeginUpdate,
     CheckUpdate,
@@ -29,7 +29,7 @@ from polarnode.engine.protocol import (
     RollBack,
     ToHost,
 )
-from polarnode.engine.simulated.serving import Updates
+from polarnode.engine.simulated.serving import SimulatedWeights
 from polarnode.node.config import TINY_MODEL
 
 MODEL = {"a": Kind((2, 3), "BF16"), "b": Kind((4,), "F32"), "q": Kind((4,), "F8_E4M3")}
@@ -113,7 +113,7 @@ def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
 
 
 def test_a_simulated_host_refuses_as_a_real_one_does(tmp_path: Path) -> None:
-    updates = Updates(version="0", model=MODEL)
+    updates = SimulatedWeights(version="0", model=MODEL)
     assert updates.obey(RollBack(call=1)) == (False, "no old weights are kept to roll back to")
     assert updates.obey(BeginUpdate(call=1, ranks=2)) == (True, "")
     assert updates.obey(CheckUpdate(call=2, flush=True)) == (
@@ -169,18 +169,18 @@ async def test_a_host_is_brought_to_what_is_wanted_when_it_is_done() -> None:
 async def test_what_can_not_be_loaded_again(tmp_path: Path) -> None:
     folder = written(tmp_path / "one", WHOLE)
     for wanted, kind in (
-        (Loaded(version="1"), Stale),
-        (Loaded(version="1", path=str(folder), files="other"), Stale),
+        (Loaded(version="1"), StaleWeights),
+        (Loaded(version="1", path=str(folder), files="other"), StaleWeights),
         (Loaded(version="1", path=str(folder), files=fingerprint(folder)), EngineError),
     ):
         asked = Asked(wanted, ok=False)
         with pytest.raises(kind) as caught:
             await load_target(lambda wanted=wanted: wanted, asked.ask)  # type: ignore[misc]
-        assert isinstance(caught.value, Stale) is (kind is Stale)
+        assert isinstance(caught.value, StaleWeights) is (kind is StaleWeights)
 
 
 async def test_answers_that_nobody_waits_for_are_dropped() -> None:
-    questions = Questions()
+    questions = PendingReplies()
     questions.answer(Done(call=7, ok=True))
     assert (
         await questions.ask(lambda call: CheckUpdate(call=call, flush=True), lambda _: questions.end())

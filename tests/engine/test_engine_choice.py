@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from polarnode.cli.doctor import examine, findings
+from polarnode.cli.doctor import findings, run_doctor
 from polarnode.cli.main import main
 from polarnode.cli.options import serving_config
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.core.errors import ConfigError
 from polarnode.engine.protocol import Simulation
 from polarnode.node.config import TINY_MODEL, NodeConfig
@@ -81,14 +81,14 @@ def test_its_model_bears_its_name_and_its_hosts_learn_the_language(tmp_path: Pat
 
 def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig(engine="simulated", gpus=(0, 1, 2, 3), tp=2, podman_dir=str(tmp_path))
-    found = {finding.name: finding for finding in findings(config) if isinstance(finding, Finding)}
+    found = {finding.name: finding for finding in findings(config) if isinstance(finding, MachineFinding)}
     assert found["engine"].ok
     assert (
         found["engine"].what
         == "simulated: EVERY ANSWER IS RANDOM, no model is loaded; 2 × 256 requests at 80 tokens/s"
     )
     assert not {"sglang", "gpus"} & found.keys()
-    examine(config)
+    run_doctor(config)
     assert "EVERY ANSWER IS RANDOM" in capsys.readouterr().out
 
 

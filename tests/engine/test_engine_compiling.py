@@ -172,6 +172,6 @@ def test_failure_of_call_is_its_own() -> None:
 
 
 def test_step_of_a_text_that_can_only_end() -> None:
-    compiler = grammar_process.StrictStrings(INFO, cache_enabled=False)
-    assert not grammar_process.costly(compiler.compile_regex("a"), INFO, 0)
-    assert not grammar_process.costly(compiler.compile_regex("a*b"), INFO, 0)
+    compiler = grammar_process.StrictStringCompiler(INFO, cache_enabled=False)
+    assert not grammar_process.is_costly(compiler.compile_regex("a"), INFO, 0)
+    assert not grammar_process.is_costly(compiler.compile_regex("a*b"), INFO, 0)

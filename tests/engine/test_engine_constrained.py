@@ -164,11 +164,11 @@ def test_slow_step_ends_on_all_ranks(
         requests[0].grammar = grammars.ReasonerGrammarObject(grammar=slow, think_end_ids=(0,))
     scheduler = SimpleNamespace(collect_inflight_reqs=lambda: requests)
     fast.accept_token(ord("a"))
-    assert grammars._late_requests(scheduler) == []
+    assert grammars._slow_requests(scheduler) == []
     monkeypatch.setattr(grammars, "STEP_S", -1.0)
     slow.accept_token(ord("a"))
-    assert grammars._late_requests(scheduler) == ["1"]
-    assert grammars._late_requests(scheduler) == []
+    assert grammars._slow_requests(scheduler) == ["1"]
+    assert grammars._slow_requests(scheduler) == []
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -206,7 +206,7 @@ def test_constraint_that_was_given_up_ends_at_once(error: Exception) -> None:
 
 def waiting(grammars: Any) -> Any:
     """The manager of one rank, with nothing in its queue."""
-    manager = object.__new__(grammars.Grammars)
+    manager = object.__new__(grammars.LateGrammarManager)
     manager.__dict__.update(
         pp_rank=0,
         pp_size=1,
@@ -247,11 +247,11 @@ async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) 
 
 
 def test_a_bounded_string_holds_no_control_character() -> None:
-    from polarnode.engine.embedded.grammar_process import StrictStrings  # torch, for this test alone
+    from polarnode.engine.embedded.grammar_process import StrictStringCompiler  # torch, for this test alone
 
     info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
     schema = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 3}}
-    grammar = StrictStrings(info).compile_json_schema(json.dumps(schema))
+    grammar = StrictStringCompiler(info).compile_json_schema(json.dumps(schema))
     for text, taken in {
         "a": True,
         "aé ": True,

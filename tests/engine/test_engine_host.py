@@ -22,9 +22,9 @@ from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import Engines, open_hosts
 from polarnode.engine.host import Loaded
 from polarnode.engine.protocol import LoadTensors
-from polarnode.engine.routing import DEATHS
+from polarnode.engine.routing import MAX_DEATHS
 from polarnode.engine.settings import EngineSettings
-from polarnode.engine.update import Make
+from polarnode.engine.update import MessageMaker
 from polarnode.support.concurrency import group_members
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "kits" / "engine_program.py"))
@@ -127,7 +127,7 @@ async def test_new_calls_wait_for_a_host_that_restarts(tmp_path: Path) -> None:
 async def test_a_host_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "RESTART_PAUSES", Backoff(first_s=0.01, longest_s=1.0))
     async with opened(tmp_path) as engines:
-        for _ in range(DEATHS):
+        for _ in range(MAX_DEATHS):
             with pytest.raises(EngineError, match="died"):
                 await sample(engines, order([3]))
         await until_state(engines, "failed")
@@ -208,7 +208,7 @@ async def test_weights_that_do_not_load_are_refused_and_not_remembered(tmp_path:
         assert engines.versions == ("0",)
 
 
-def sent(*words: str) -> Make:
+def sent(*words: str) -> MessageMaker:
     """A payload for each host, which the program reads."""
     return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
 
@@ -375,7 +375,7 @@ async def fill(engines: Engines, calls: AsyncExitStack) -> None:
     """Calls that never end, as many as the host takes: its cache of 64 tokens is full, and it reports
     nothing.
     """
-    for _ in range(routing.QUEUED):
+    for _ in range(routing.MIN_ENGINE_QUEUE):
         await calls.enter_async_context(engines.generate(order([2], affinity="flood")))
 
 
@@ -391,7 +391,7 @@ async def test_a_call_that_waits_when_its_host_dies_is_served_by_another(tmp_pat
         nursery.start_soon(late)
         await trio.testing.wait_all_tasks_blocked()
         host = engines.statistics().hosts[0]
-        assert (host.in_flight, host.queued, host.queued_sessions) == (routing.QUEUED, 1, 1)
+        assert (host.in_flight, host.queued, host.queued_sessions) == (routing.MIN_ENGINE_QUEUE, 1, 1)
         os.kill(pid_of(engines), 9)
         await done.wait()
         assert engines.statistics().hosts[0].restarts == 1
@@ -406,7 +406,7 @@ async def test_a_call_that_leaves_before_its_turn_was_never_sent(tmp_path: Path)
                 pytest.fail("it has no turn")
         assert patience.cancelled_caught
         host = engines.statistics().hosts[0]
-        assert (host.in_flight, host.queued) == (routing.QUEUED, 0)
+        assert (host.in_flight, host.queued) == (routing.MIN_ENGINE_QUEUE, 0)
 
 
 async def test_a_call_that_leaves_in_the_tick_of_its_turn_gives_its_place_back(tmp_path: Path) -> None:
@@ -423,9 +423,9 @@ async def test_a_call_that_leaves_in_the_tick_of_its_turn_gives_its_place_back(t
             await trio.testing.wait_all_tasks_blocked()
             engines._hosts[0]._queue.report(running=40, waiting=0, most=100)
             engines._hosts[0].admit()
-            assert engines.statistics().hosts[0].in_flight == routing.QUEUED + 1
+            assert engines.statistics().hosts[0].in_flight == routing.MIN_ENGINE_QUEUE + 1
             scope.cancel()  # its task has not run since
-        while engines.statistics().hosts[0].in_flight > routing.QUEUED:  # noqa: ASYNC110 - a test looks from outside
+        while engines.statistics().hosts[0].in_flight > routing.MIN_ENGINE_QUEUE:  # noqa: ASYNC110 - a test looks from outside
             await trio.sleep(0.01)
 
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polarnode.engine.protocol import (
-    BYTES_A_FRAME,
-    CHUNKS_A_FRAME,
-    MAX_FRAME,
+    FULL_FRAME_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_FRAME_CHUNKS,
     Abort,
     BeginUpdate,
     ChangeMemory,
@@ -22,13 +22,13 @@ from polarnode.engine.protocol import (
     CommitUpdate,
     Continue,
     Done,
-    Experts,
+    ExpertShape,
     Failed,
-    Fatal,
     Forget,
     FrameDecoder,
     FrameError,
     Generate,
+    HostFatal,
     JoinGroup,
     LeaveGroup,
     Load,
@@ -40,11 +40,11 @@ from polarnode.engine.protocol import (
     Piece,
     Ready,
     RollBack,
-    Routed,
+    RoutedRows,
     Shutdown,
     Start,
     encode,
-    encode_all,
+    encode_frames,
 )
 
 EVERY_KIND: list[Message] = [
@@ -97,9 +97,9 @@ EVERY_KIND: list[Message] = [
         host_tokens=12,
         weight_version="0",
         sglang_version="x",
-        experts=Experts(48, 8, 128),
+        experts=ExpertShape(48, 8, 128),
     ),
-    Routed(rid="1" * 32, start=7, layers=2, top_k=3, wide=True, data=bytes(12)),
+    RoutedRows(rid="1" * 32, start=7, layers=2, top_k=3, wide=True, data=bytes(12)),
     Piece(rid="1" * 32, ids=b"\1\0\0\0", logprobs=b"\0\0\0\0", version="0"),
     Piece(
         rid="1" * 32,
@@ -121,7 +121,7 @@ EVERY_KIND: list[Message] = [
     Failed(rid="2" * 32, message="zu lang: äöü", retryable=False),
     Done(call=3, ok=True, message="updated"),
     Load(running=1, waiting=2, token_usage=0.25, weight_version="0"),
-    Fatal(message="gone"),
+    HostFatal(message="gone"),
 ]
 
 texts = st.text(max_size=20)
@@ -138,7 +138,7 @@ messages = st.one_of(
         routed_from=st.none() | counts,
     ),
     st.builds(
-        Routed,
+        RoutedRows,
         rid=texts,
         start=counts,
         layers=counts,
@@ -204,11 +204,11 @@ def test_garbage_is_refused_or_waited_for_but_never_anything_else(garbage: bytes
 
 
 def test_many_messages_are_split_over_frames() -> None:
-    many = [Abort(rid=str(number)) for number in range(2 * CHUNKS_A_FRAME + 1)]
-    frames = list(encode_all(many))
+    many = [Abort(rid=str(number)) for number in range(2 * MAX_FRAME_CHUNKS + 1)]
+    frames = list(encode_frames(many))
     assert len(frames) == 3
     assert FrameDecoder().feed(b"".join(frames)) == many
-    assert list(encode_all([])) == []
+    assert list(encode_frames([])) == []
 
 
 def piece(rid: str, token: int, version: str = "0", **more: Any) -> Piece:
@@ -219,7 +219,7 @@ def piece(rid: str, token: int, version: str = "0", **more: Any) -> Piece:
 def test_pieces_of_a_sample_that_leave_together_are_one() -> None:
     last = piece("a", 5, finish="stop", spans=(("0", 0, 3),), cached_tokens=1)
     sent = [piece("a", 1, cached_tokens=7), piece("b", 2), piece("a", 3), last, piece("b", 4)]
-    one, other = FrameDecoder().feed(b"".join(encode_all(sent)))
+    one, other = FrameDecoder().feed(b"".join(encode_frames(sent)))
     assert one == evolve(
         last,
         ids=array("i", [1, 3, 5]).tobytes(),
@@ -237,41 +237,42 @@ def test_pieces_of_a_sample_that_leave_together_are_one() -> None:
         pytest.param([], id="another version"),
         pytest.param([Done(call=1, ok=True)], id="an answer"),
         pytest.param(
-            [Routed(rid="a", start=0, layers=1, top_k=1, wide=False, data=b"1")], id="experts before the end"
+            [RoutedRows(rid="a", start=0, layers=1, top_k=1, wide=False, data=b"1")],
+            id="experts before the end",
         ),
     ],
 )
 def test_pieces_stay_apart_where_something_stands_between_them(between: list[Message]) -> None:
     second = piece("a", 2, version="0" if between else "1")
     sent: list[Message] = [piece("a", 1), *between, second]
-    assert FrameDecoder().feed(b"".join(encode_all(sent))) == sent
+    assert FrameDecoder().feed(b"".join(encode_frames(sent))) == sent
 
 
 def test_pieces_with_alternatives_or_an_end_are_not_joined() -> None:
     some = {"alternative_ids": bytes(4), "alternative_logprobs": bytes(4)}
     for first in (piece("a", 1, **some), piece("a", 1, finish="abort"), piece("a", 1, spans=(("0", 0, 1),))):
-        assert FrameDecoder().feed(b"".join(encode_all([first, piece("a", 2)]))) == [first, piece("a", 2)]
+        assert FrameDecoder().feed(b"".join(encode_frames([first, piece("a", 2)]))) == [first, piece("a", 2)]
 
 
 def test_large_messages_have_frames_of_their_own() -> None:
     """A thousand prompts of a hundred thousand tokens are a frame each ten; all in one would end the host."""
-    rows = Routed(rid="1", start=0, layers=1, top_k=1, wide=False, data=bytes(BYTES_A_FRAME))
+    rows = RoutedRows(rid="1", start=0, layers=1, top_k=1, wide=False, data=bytes(FULL_FRAME_BYTES))
     prompt = Generate(rid="2", prompt=bytes(400_000), sampling={})
     many: list[Message] = [rows, *[prompt] * 25, Abort(rid="3"), rows, rows]
-    frames = list(encode_all(many))
-    assert max(map(len, frames)) < 3 * BYTES_A_FRAME < MAX_FRAME
+    frames = list(encode_frames(many))
+    assert max(map(len, frames)) < 3 * FULL_FRAME_BYTES < MAX_FRAME_BYTES
     assert len(frames) == 5
     assert FrameDecoder().feed(b"".join(frames)) == many
 
 
 def test_a_message_too_large_is_refused_before_it_is_sent() -> None:
     with pytest.raises(FrameError, match="over the limit"):
-        encode(Generate(rid="0", prompt=bytes(MAX_FRAME + 1), sampling={}))
+        encode(Generate(rid="0", prompt=bytes(MAX_FRAME_BYTES + 1), sampling={}))
 
 
 def test_a_length_too_large_is_refused_before_it_is_buffered() -> None:
     with pytest.raises(FrameError, match="over the limit"):
-        FrameDecoder().feed((MAX_FRAME + 1).to_bytes(4, "big"))
+        FrameDecoder().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from engine_reference import (
     CONTEXT,
     TOLERANCE,
     Reference,
-    a_node,
     difference,
     host_pid,
-    nothing_is_left,
+    is_nothing_left,
     scheduler_of,
     settings,
     shared_memory_of,
+    start_node_process,
     temporary,
 )
 from fakes_engine import contract, joined, order, sample, until_idle
@@ -68,7 +68,7 @@ async def test_a_real_engine_lives_and_dies(
             last = host_pid(engines)
             shared |= shared_memory_of(last)
         assert group_members(last) == []
-    assert nothing_is_left(temporary, shared)
+    assert is_nothing_left(temporary, shared)
 
 
 async def greedy_is_what_transformers_says(engines: Engines, reference: Reference) -> None:
@@ -198,25 +198,25 @@ async def test_a_start_that_fails_names_the_setting(
             pytest.fail("it does not serve")
     assert "the weights under --model cannot be read" in str(caught.value)
     assert "engine-0.log" in str(caught.value)
-    assert nothing_is_left(temporary, set())
+    assert is_nothing_left(temporary, set())
 
 
 @pytest.mark.parametrize("moment", ["while SGLang is imported", "while the engine starts", "while it serves"])
 async def test_a_killed_node_leaves_nothing(
     reference: Reference, tmp_path: Path, temporary: Path, moment: str
 ) -> None:
-    parent = a_node(reference, tmp_path)
+    parent = start_node_process(reference, tmp_path)
     assert parent.stdout is not None
     with parent.stdout as said, trio.fail_after(300):
         host = int((await trio.to_thread.run_sync(said.readline)).split()[1])
         await the_moment(moment, host, said)
         shared = shared_memory_of(host)
-        assert not nothing_is_left(temporary, shared)
+        assert not is_nothing_left(temporary, shared)
         parent.kill()
         parent.wait()
         while group_members(host):  # noqa: ASYNC110 - nobody tells us of a stranger's children
             await trio.sleep(0.05)
-    assert nothing_is_left(temporary, shared)
+    assert is_nothing_left(temporary, shared)
 
 
 async def the_moment(moment: str, host: int, said: Any) -> None:

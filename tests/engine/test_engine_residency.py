@@ -14,7 +14,7 @@ from polarnode.core.ports import GenerateOrder
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.residency import ResidencyStatistics
-from polarnode.engine.settings import EngineSettings, External, Simulated
+from polarnode.engine.settings import EngineSettings, ExternalEngine, SimulatedEngine
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import load_model
@@ -31,7 +31,7 @@ def settings(folder: Path, *, gpus: tuple[int, ...] = (0,), residency: bool = Tr
         gpus=gpus,
         state_dir=folder,
         residency=residency,
-        simulated=Simulated(
+        simulated=SimulatedEngine(
             simulation=SMALL_CACHE,
             marks=simulated_marks(model.family),
             vocab_size=model.tokenizer.vocab_size,
@@ -205,7 +205,7 @@ def test_a_cache_without_bounds_and_one_of_others_is_not_counted(tmp_path: Path)
     assert mine.simulated is not None
     unbounded = evolve(mine.simulated, simulation=Simulation())
     assert not evolve(mine, simulated=unbounded).has_residency
-    servers = External(urls=("http://127.0.0.1:1",), vocab_size=1, context_length=1)
+    servers = ExternalEngine(urls=("http://127.0.0.1:1",), vocab_size=1, context_length=1)
     assert not evolve(mine, simulated=None, external=servers).has_residency
 
 

@@ -2,7 +2,15 @@
 chosen.
 """
 
-from polarnode.engine.routing import DEATHS, REMEMBERED, RESTART_PAUSES, SLACK, WINDOW, Deaths, Router
+from polarnode.engine.routing import (
+    HOME_SLACK_CALLS,
+    MAX_DEATHS,
+    REMEMBERED,
+    RESTART_PAUSES,
+    WINDOW,
+    HostDeaths,
+    Router,
+)
 
 
 def test_a_new_session_goes_where_the_fewest_calls_are() -> None:
@@ -14,13 +22,13 @@ def test_a_new_session_goes_where_the_fewest_calls_are() -> None:
 def test_a_session_stays_with_its_host_even_when_others_are_idle() -> None:
     router = Router()
     assert router.choose("a", {0: 0, 1: 5}) == 0
-    assert router.choose("a", {0: SLACK, 1: 0}) == 0
+    assert router.choose("a", {0: HOME_SLACK_CALLS, 1: 0}) == 0
 
 
 def test_an_overloaded_host_loses_the_session_for_good() -> None:
     router = Router()
     router.choose("a", {0: 0, 1: 5})
-    assert router.choose("a", {0: SLACK + 1, 1: 0}) == 1
+    assert router.choose("a", {0: HOME_SLACK_CALLS + 1, 1: 0}) == 1
     assert router.choose("a", {0: 0, 1: 3}) == 1
 
 
@@ -47,8 +55,8 @@ def test_old_sessions_are_forgotten_and_the_busy_ones_kept() -> None:
 
 
 def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
-    deaths = Deaths()
-    assert [deaths.note(float(second)) for second in range(DEATHS)] == [
+    deaths = HostDeaths()
+    assert [deaths.note(float(second)) for second in range(MAX_DEATHS)] == [
         0.0,
         RESTART_PAUSES.first_s,
         2 * RESTART_PAUSES.first_s,
@@ -58,6 +66,6 @@ def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
 
 
 def test_deaths_long_ago_do_not_count() -> None:
-    deaths = Deaths()
-    for number in range(3 * DEATHS):
+    deaths = HostDeaths()
+    for number in range(3 * MAX_DEATHS):
         assert deaths.note(number * (WINDOW + 1)) == 0.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polarnode.core.errors import EngineError
-from polarnode.engine.host_resources import PREFIX, SHARED_MEMORY, YOUNG, open_scratch, sweep
+from polarnode.engine.host_resources import MIN_STALE_AGE_S, PREFIX, SHARED_MEMORY, open_scratch, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_two_hosts_share_nothing() -> None:
 
 
 def test_a_killed_node_is_swept_up(temporary: Path) -> None:
-    path = leave(temporary, "pnstale", age=2 * YOUNG)
+    path = leave(temporary, "pnstale", age=2 * MIN_STALE_AGE_S)
     assert sweep() == 1
     assert not path.exists()
     assert not (SHARED_MEMORY / "sem.pnstale-x1").exists()
@@ -65,12 +65,12 @@ def test_a_killed_node_is_swept_up(temporary: Path) -> None:
 def test_a_folder_whose_lock_went_first_is_swept_up_too(temporary: Path) -> None:
     path = leave(temporary, "pnhalf", age=0)
     (path / "lock").unlink()
-    os.utime(path, (time.time() - 2 * YOUNG,) * 2)
+    os.utime(path, (time.time() - 2 * MIN_STALE_AGE_S,) * 2)
     assert sweep() == 1
 
 
 def test_a_living_node_is_left_alone(temporary: Path) -> None:
-    path = leave(temporary, "pnlive", age=2 * YOUNG)
+    path = leave(temporary, "pnlive", age=2 * MIN_STALE_AGE_S)
     with (path / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert sweep() == 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from polarnode.engine.settings import SESSIONLESS, EngineSettings, engine_arguments
+from polarnode.engine.settings import SESSIONLESS_ARGUMENTS, EngineSettings, engine_arguments
 
 ROOT = Path(__file__).parents[2]
 DENSE = {"model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -79,7 +79,7 @@ def test_what_sglang_does_with_sessions_is_as_the_setting_says() -> None:
     from sglang.srt.mem_cache.unified_cache.tree_core_registry import select_tree_core_backend
     from sglang.srt.server_args import ServerArgs
 
-    assert {each.name for each in msgspec.structs.fields(ServerArgs)}.issuperset(SESSIONLESS)
+    assert {each.name for each in msgspec.structs.fields(ServerArgs)}.issuperset(SESSIONLESS_ARGUMENTS)
 
     def core(sessions: bool) -> str:
         return select_tree_core_backend(

@@ -17,8 +17,8 @@ from attrs import evolve
 
 from polarnode.engine.embedded import building, control, lifeline
 from polarnode.engine.embedded.control import (
-    AFTER,
-    IMPOSSIBLE,
+    AFTER_KEY,
+    IMPOSSIBLE_LOGPROB,
     LATE_GRAMMAR,
     NOTHING_TO_SAMPLE,
     SESSION,
@@ -28,7 +28,7 @@ from polarnode.engine.embedded.control import (
     routed,
 )
 from polarnode.engine.embedded.serving import Serving
-from polarnode.engine.protocol import Experts, Failed, Generate, Piece, Routed
+from polarnode.engine.protocol import ExpertShape, Failed, Generate, Piece, RoutedRows
 
 RID = "0" * 32
 
@@ -130,7 +130,7 @@ def test_alternatives_follow_their_tokens() -> None:
     found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
     assert isinstance(found, Piece)
     assert array("i", found.alternative_ids).tolist() == [5, 9, 6, 5]
-    assert array("f", found.alternative_logprobs).tolist() == [-0.5, IMPOSSIBLE, -0.25, -2.0]
+    assert array("f", found.alternative_logprobs).tolist() == [-0.5, IMPOSSIBLE_LOGPROB, -0.25, -2.0]
     assert piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told)) == piece(
         RID, [5, 6], meta([-0.5, -0.25])
     )
@@ -173,7 +173,7 @@ def test_an_order_is_spelled_for_sglang() -> None:
     carried = request(evolve(order, routed_from=1))
     assert (carried["return_routed_experts"], carried["routed_experts_start_len"]) == (True, 1)
     late = request(evolve(order, constraint_after=9))
-    assert late["sampling_params"]["custom_params"] == {SESSION: "", AFTER: 9}
+    assert late["sampling_params"]["custom_params"] == {SESSION: "", AFTER_KEY: 9}
     assert late["require_reasoning"]
     named = evolve(order, session="s1")
     assert "session_id" not in request(named)  # SGLang would look for a session that was opened
@@ -191,7 +191,7 @@ async def test_an_engine_that_knows_no_sessions_is_not_told_of_one_that_is_forgo
 
 # ── routed experts, as SGLang 0.5.23 sends them: int32 in base64, [positions, layers, experts a token] ──
 
-MIXTURE = Experts(layers=3, top_k=2, number=8)
+MIXTURE = ExpertShape(layers=3, top_k=2, number=8)
 CARRIED = Generate(rid=RID, prompt=array("i", range(5)).tobytes(), sampling={}, routed_from=3)
 # Recorded of a Qwen3-MoE of 3 layers and 8 experts, asked from position 3 on: positions 3 to 7.
 RECORDED = "AgAAAAcAAAAEAAAAAAAAAAEAAAAFAAAABAAAAAYAAAAFAAAAAQAAAAIAAAAFAAAABAAAAAcAAAABAAAABAAAAAYAAAACAAAAAAAAAAUAAAAFAAAAAAAAAAIAAAAGAAAABQAAAAAAAAAFAAAABAAAAAYAAAAFAAAA"
@@ -204,7 +204,7 @@ def experts(rows: Any) -> dict[str, Any]:
 def test_routed_experts_are_bytes_from_where_they_were_asked_for() -> None:
     found = routed(CARRIED, MIXTURE, 9, {"routed_experts": RECORDED})
     assert found == [
-        Routed(rid=RID, start=3, layers=3, top_k=2, wide=False, data=bytes([2, 7, 4, 0, 1, 5, 4, 6, 5, 1, 2, 5, 4, 7, 1, 4, 6, 2, 0, 5, 5, 0, 2, 6, 5, 0, 5, 4, 6, 5]))
+        RoutedRows(rid=RID, start=3, layers=3, top_k=2, wide=False, data=bytes([2, 7, 4, 0, 1, 5, 4, 6, 5, 1, 2, 5, 4, 7, 1, 4, 6, 2, 0, 5, 5, 0, 2, 6, 5, 0, 5, 4, 6, 5]))
     ]  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_a_build_that_ignores_where_to_start_is_understood() -> None:
 
 
 def test_many_experts_take_two_bytes() -> None:
-    found = routed(CARRIED, Experts(layers=1, top_k=2, number=384), 6, experts([[383, 2], [0, 256]]))
+    found = routed(CARRIED, ExpertShape(layers=1, top_k=2, number=384), 6, experts([[383, 2], [0, 256]]))
     assert isinstance(found, list)
     assert (found[0].wide, array("h", found[0].data).tolist()) == (True, [383, 2, 0, 256])
 
@@ -250,7 +250,7 @@ def test_many_rows_are_several_messages_cut_between_rows(monkeypatch: pytest.Mon
 
 def test_a_sample_of_one_token_behind_a_whole_prompt_has_no_new_row() -> None:
     found = routed(evolve(CARRIED, routed_from=5), MIXTURE, 6, experts([]))
-    assert found == [Routed(rid=RID, start=5, layers=3, top_k=2, wide=False, data=b"")]
+    assert found == [RoutedRows(rid=RID, start=5, layers=3, top_k=2, wide=False, data=b"")]
 
 
 def test_leftovers_are_what_bears_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_the_tokens_of_main_memory_are_those_of_the_cache_s_pool(cache: Any, tok
 def test_the_stand_in_for_torchvision_imports_and_refuses_to_work() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TORCHVISION],
-        env={"PYTHONPATH": str(building.STUBS)},
+        env={"PYTHONPATH": str(building.STUBS_FOLDER)},
         capture_output=True,
         text=True,
         check=False,

@@ -8,20 +8,20 @@ import pytest
 
 from polarnode.core.errors import EngineError
 from polarnode.engine.diagnosis import diagnose
-from polarnode.engine.protocol import Marks, Simulation
+from polarnode.engine.protocol import FamilyMarks, Simulation
 from polarnode.engine.settings import (
     CPU_MAX_TOKENS,
     CPU_MIN_TOKENS,
-    SESSIONLESS,
+    SESSIONLESS_ARGUMENTS,
     EngineSettings,
-    External,
-    Simulated,
+    ExternalEngine,
+    SimulatedEngine,
     check,
     cpu_tokens,
     engine_arguments,
     gpu_groups,
     host_environment,
-    sessionless,
+    session_cache_refusal,
     token_bytes,
 )
 
@@ -101,12 +101,12 @@ def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> 
             make(
                 model,
                 session_cache=True,
-                external=External(urls=("http://a:1",), vocab_size=9, context_length=9),
+                external=ExternalEngine(urls=("http://a:1",), vocab_size=9, context_length=9),
             )
         )
 
 
-@pytest.mark.parametrize("name", SESSIONLESS)
+@pytest.mark.parametrize("name", SESSIONLESS_ARGUMENTS)
 def test_a_session_cache_is_refused_with_arguments_that_give_another(model: Path, name: str) -> None:
     with pytest.raises(EngineError, match=f"session_cache does not go with --engine-arg {name}"):
         check(make(model, session_cache=True, extra={name: True}))
@@ -128,7 +128,7 @@ def test_a_session_cache_is_refused_for_a_model_of_windows_alone(
 ) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **layers}))
-    reason = sessionless(make(model, session_cache=True))
+    reason = session_cache_refusal(make(model, session_cache=True))
     assert (reason is not None and "all of whose layers attend to a window alone" in reason) == refused
 
 
@@ -166,7 +166,7 @@ def test_what_a_token_takes_in_the_cache(config: dict[str, Any], expected: int) 
 def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:
     with pytest.raises(EngineError, match="--routed-experts: the model model is dense"):
         check(make(model, routed_experts=True))
-    simulated = Simulated(simulation=Simulation(), marks=Marks(turn_end=1), vocab_size=9)
+    simulated = SimulatedEngine(simulation=Simulation(), marks=FamilyMarks(turn_end=1), vocab_size=9)
     with pytest.raises(EngineError, match="--routed-experts: the simulated engine's answers are random"):
         check(make(model, routed_experts=True, simulated=simulated))
 

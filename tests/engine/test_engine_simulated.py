@@ -23,19 +23,26 @@ from hypothesis import strategies as st
 
 from polarnode.core.conversation import Constraint, Conversation, Message, TextPart, Tool, ToolCall
 from polarnode.core.errors import EngineError, EngineRefusal, ModelError, Refused
-from polarnode.core.ports import Steering
+from polarnode.core.ports import LogitSteering
 from polarnode.core.trajectory import VersionSpan
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Generate, Simulation
 from polarnode.engine.settings import (
     EngineSettings,
-    Simulated,
+    SimulatedEngine,
     engine_arguments,
     gpu_groups,
     host_environment,
 )
 from polarnode.engine.simulated import __main__
-from polarnode.engine.simulated.answers import COMMANDS, HEADS, Answers, load_vocabulary, tool_call, value
+from polarnode.engine.simulated.answers import (
+    COMMANDS,
+    HEADS,
+    AnswerMaker,
+    load_vocabulary,
+    make_tool_call,
+    value,
+)
 from polarnode.engine.simulated.serving import BLOCK, KEPT, Prefixes, Serving
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
@@ -70,8 +77,8 @@ def test_a_family_that_writes_calls_otherwise_is_refused() -> None:
         simulated_marks(load_model(family_folder("gptoss")).family)
 
 
-def answers(model: LoadedModel, **changed: Any) -> Answers:
-    return Answers(
+def answers(model: LoadedModel, **changed: Any) -> AnswerMaker:
+    return AnswerMaker(
         vocabulary=load_vocabulary(TINY_MODEL),
         marks=simulated_marks(model.family),
         settings=evolve(AT_ONCE, **changed),
@@ -197,8 +204,8 @@ def test_tools_are_read_once_a_head_and_the_oldest_forgotten(model: LoadedModel)
 
 def test_a_tool_that_runs_commands_is_preferred() -> None:
     tools = [{"name": tool.name, "parameters": tool.parameters} for tool in (ASK, BASH)]
-    assert {tool_call(tools, Random(number))["name"] for number in range(20)} == {"bash"}
-    assert tool_call(tools[:1], Random(0)) == {"name": "ask", "arguments": {}}
+    assert {make_tool_call(tools, Random(number))["name"] for number in range(20)} == {"bash"}
+    assert make_tool_call(tools[:1], Random(0)) == {"name": "ask", "arguments": {}}
     codex = {
         "name": "shell",
         "parameters": {
@@ -206,8 +213,8 @@ def test_a_tool_that_runs_commands_is_preferred() -> None:
             "required": ["command"],
         },
     }
-    assert tool_call([codex], Random(0))["arguments"]["command"][:2] == ["bash", "-lc"]
-    assert tool_call([{"name": "bare"}], Random(0)) == {"name": "bare", "arguments": {}}
+    assert make_tool_call([codex], Random(0))["arguments"]["command"][:2] == ["bash", "-lc"]
+    assert make_tool_call([{"name": "bare"}], Random(0)) == {"name": "bare", "arguments": {}}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +279,7 @@ def test_the_prefixes_of_long_ago_are_forgotten() -> None:
 def settings(
     model: LoadedModel, state_dir: Path, simulation: Simulation = AT_ONCE, **more: Any
 ) -> EngineSettings:
-    simulated = Simulated(
+    simulated = SimulatedEngine(
         simulation=simulation, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
     )
     return EngineSettings(
@@ -331,7 +338,7 @@ async def test_it_serves_and_ends_and_leaves_nothing(model: LoadedModel, tmp_pat
         with pytest.raises(EngineRefusal, match="keep no regex"):
             await sample(engines, order([1], constraint=Constraint(kind="regex", text="a")))
         with pytest.raises(EngineRefusal, match="no logit processor"):
-            await sample(engines, order([1], steering=Steering(processor="{}", parameters={})))
+            await sample(engines, order([1], steering=LogitSteering(processor="{}", parameters={})))
         groups = [host.pid for host in statistics.hosts]
     assert all(group_members(pid) == [] for pid in groups if pid is not None)
 

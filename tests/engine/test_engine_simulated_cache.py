@@ -16,8 +16,8 @@ from fakes_engine import joined, order, sample, until_idle
 from polarnode.core.errors import ContextTooLong
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
-from polarnode.engine.simulated.cache import KV_ASIDE, RequestProgress, SimulatedCache
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
+from polarnode.engine.simulated.cache import RESERVED_TOKENS, RequestProgress, SimulatedCache
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import LoadedModel, load_model
@@ -34,7 +34,7 @@ def model() -> LoadedModel:
 async def opened(
     model: LoadedModel, state: Path, simulation: Simulation = SMALL, **more: Any
 ) -> AsyncIterator[Engines]:
-    simulated = Simulated(
+    simulated = SimulatedEngine(
         simulation=simulation, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
     )
     settings: dict[str, Any] = {"context_length": 8192, "gpus": (0,), **more}
@@ -148,10 +148,10 @@ async def test_a_small_cache_is_what_the_node_hears_of(model: LoadedModel, tmp_p
     async with opened(model, tmp_path, evolve(SMALL, kv_page=16, speed=10)) as engines:
         ready = engines._hosts[0].ready
         assert ready is not None
-        assert (ready.max_total_tokens, ready.capacity) == (6000, 6000 - KV_ASIDE)
+        assert (ready.max_total_tokens, ready.capacity) == (6000, 6000 - RESERVED_TOKENS)
         asked = order([1] * 5900, max_tokens=None, top_logprobs=2)
         chunks = await sample(engines, asked)
-        assert (len(joined(chunks)), chunks[-1].finish_reason) == (6000 - KV_ASIDE - 5900, "length")
+        assert (len(joined(chunks)), chunks[-1].finish_reason) == (6000 - RESERVED_TOKENS - 5900, "length")
         assert all(chunk.top_logprobs is not None for chunk in chunks)
         with pytest.raises(ContextTooLong):
             await sample(engines, order([1] * 6000))

@@ -43,7 +43,7 @@ def test_cutting_the_lifeline_wakes_who_reads_it() -> None:
 def test_our_socket_ends_with_the_host_once_we_let_go_of_its_end() -> None:
     with open_wires() as wires:
         held = os.dup(wires.theirs()[0])  # as the host's process would
-        wires.close_theirs()
+        wires.close_host_ends()
         with pytest.raises(BlockingIOError):
             wires.ours.recv(1)
         os.close(held)

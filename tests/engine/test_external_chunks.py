@@ -10,9 +10,9 @@ import pytest
 
 from polarnode.core.arrays import floats, ids
 from polarnode.core.trajectory import UNKNOWN_VERSION
-from polarnode.engine.external import Versions, Wanted, wanted_of
-from polarnode.engine.external_sglang import NAMELESS, AnswerReader, EventReader, generate_body
-from polarnode.engine.protocol import Failed, Generate, Piece, Routed, ToNode
+from polarnode.engine.external import Versions, Wanted, read_requirements
+from polarnode.engine.external_sglang import UNNAMED_LABELS, AnswerReader, EventReader, generate_body
+from polarnode.engine.protocol import Failed, Generate, Piece, RoutedRows, ToNode
 
 URL = "http://server:30000"
 WANTED = Wanted(url=URL, vocab_size=1000)
@@ -25,7 +25,7 @@ def order(**more: Any) -> Generate:
 
 
 def answer(asked: Generate | None = None, *, label: str = "7") -> AnswerReader:
-    versions = Versions(nameless=NAMELESS)
+    versions = Versions(nameless=UNNAMED_LABELS)
     versions.note(label, "/model")
     return AnswerReader(asked or order(), versions, WANTED)
 
@@ -154,7 +154,7 @@ def test_sglangs_own_label_names_nothing() -> None:
 
 
 def test_a_label_that_outlives_its_weights_names_nothing_until_it_changes() -> None:
-    versions = Versions(nameless=NAMELESS)
+    versions = Versions(nameless=UNNAMED_LABELS)
     versions.note("7", "/steps/7")
     assert versions.named("7") == "7"
     versions.note("7", "/steps/8")
@@ -204,14 +204,14 @@ def test_events_are_read_however_they_are_cut() -> None:
 def test_experts_are_those_of_the_positions_asked_for() -> None:
     import base64
 
-    wanted = wanted_of(
+    wanted = read_requirements(
         {"url": URL, "vocab_size": 9, "words": [], "context_length": None, "experts": [2, 1, 8]}
     )
-    versions = Versions(nameless=NAMELESS)
+    versions = Versions(nameless=UNNAMED_LABELS)
     rows = base64.b64encode(ids([1, 2, 3, 4]).tobytes()).decode()
     reads = AnswerReader(order(routed_from=1), versions, wanted)
     routed, last = reads.take(chunk([9], 1, finish_reason=STOP, routed_experts=rows))
-    assert isinstance(routed, Routed)
+    assert isinstance(routed, RoutedRows)
     assert (routed.start, routed.layers, routed.top_k, routed.data) == (1, 2, 1, b"\1\2\3\4")
     assert isinstance(last, Piece)
     assert (

@@ -19,10 +19,10 @@ from polarnode.cli.doctor import servers
 from polarnode.core.errors import ConfigError, EngineError
 from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.engine.engines import open_engines
-from polarnode.engine.external import Serving, Unfit, Wanted, connect
-from polarnode.engine.protocol import Experts, Failed, Forget, Generate, ToNode
-from polarnode.engine.routing import DEATHS, Deaths, followed
-from polarnode.engine.settings import EngineSettings, External
+from polarnode.engine.external import Serving, UnfitServer, Wanted, connect
+from polarnode.engine.protocol import ExpertShape, Failed, Forget, Generate, ToNode
+from polarnode.engine.routing import MAX_DEATHS, HostDeaths, followed
+from polarnode.engine.settings import EngineSettings, ExternalEngine
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.opening import load_node_model, with_served_model
@@ -70,13 +70,13 @@ def answering(answers: Mapping[str, Any]) -> Iterator[str]:
         server.server_close()
 
 
-def external(tmp_path: Path, *urls: str, experts: Experts | None = None) -> EngineSettings:
+def external(tmp_path: Path, *urls: str, experts: ExpertShape | None = None) -> EngineSettings:
     (tmp_path / "config.json").write_text("{}")
     return EngineSettings(
         model_path=tmp_path,
         device="cuda",
         state_dir=tmp_path / "state",
-        external=External(urls=urls, vocab_size=50, context_length=640, words=WORDS, experts=experts),
+        external=ExternalEngine(urls=urls, vocab_size=50, context_length=640, words=WORDS, experts=experts),
     )
 
 
@@ -136,7 +136,7 @@ async def test_a_server_that_can_not_be_recorded_is_named_and_why(
 ) -> None:
     with answering(answers) as url:
         async with connect(Wanted(url=url, vocab_size=50, words=WORDS), None) as server:
-            with pytest.raises(Unfit) as caught:
+            with pytest.raises(UnfitServer) as caught:
                 await server.probe()
         assert sentence in str(caught.value)
         assert url in str(caught.value)
@@ -144,7 +144,7 @@ async def test_a_server_that_can_not_be_recorded_is_named_and_why(
 
 async def test_a_server_that_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
     answers = {"/model_info": MODEL, "/server_info": FACTS, "/generate": SAMPLED}
-    wanted = Experts(layers=2, top_k=1, number=4)
+    wanted = ExpertShape(layers=2, top_k=1, number=4)
     with answering(answers) as url, trio.fail_after(60):
         with pytest.raises(EngineError, match="--enable-return-routed-experts"):
             async with open_engines(external(tmp_path, url, experts=wanted)):
@@ -241,8 +241,8 @@ async def test_a_session_that_is_forgotten_is_no_concern_of_others_servers() -> 
 
 
 def test_a_host_of_an_external_engine_is_never_given_up() -> None:
-    deaths = Deaths(gives_up=False)
-    pauses = [deaths.note(float(at)) for at in range(3 * DEATHS)]
+    deaths = HostDeaths(gives_up=False)
+    pauses = [deaths.note(float(at)) for at in range(3 * MAX_DEATHS)]
     assert pauses[:3] == [0.0, 1.0, 2.0]
     assert pauses[-1] == 10.0
 

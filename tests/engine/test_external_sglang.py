@@ -21,7 +21,7 @@ from polarnode.core.errors import Conflict, EngineError, EngineRefusal
 from polarnode.core.ports import Chunk, ScoreOrder
 from polarnode.core.trajectory import UNKNOWN_VERSION, VersionSpan
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.settings import External
+from polarnode.engine.settings import ExternalEngine
 
 # torch and transformers warn of themselves
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -50,7 +50,7 @@ def server(old: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @asynccontextmanager
 async def connected(server: SglangProcess, old: Reference, tmp_path: Path) -> AsyncIterator[Engines]:
-    external = External(urls=(server.url,), vocab_size=1000, context_length=CONTEXT)
+    external = ExternalEngine(urls=(server.url,), vocab_size=1000, context_length=CONTEXT)
     with trio.fail_after(240):
         async with open_engines(settings(old, tmp_path, external=external, context_length=None)) as engines:
             yield engines
@@ -85,7 +85,7 @@ async def logprobs_are_what_transformers_says(engines: Engines, old: Reference) 
 
 async def its_weights_are_its_owner_s(engines: Engines) -> None:
     with pytest.raises(Conflict, match="at its own servers, http://127"):
-        engines.insist_own()
+        engines.require_own()
 
 
 async def a_constraint_holds(engines: Engines) -> None:

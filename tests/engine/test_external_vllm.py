@@ -16,9 +16,9 @@ import trio
 from attrs import define, field
 
 from polarnode.core.arrays import floats, ids
-from polarnode.engine.external import Server, ServerUnreachable, Unfit, Wanted, connect
-from polarnode.engine.external_vllm import event_of, generate_body
-from polarnode.engine.protocol import Failed, Generate, Load, Piece, Score, Scored
+from polarnode.engine.external import Server, ServerUnreachable, UnfitServer, Wanted, connect
+from polarnode.engine.external_vllm import generate_body, sglang_event
+from polarnode.engine.protocol import Failed, Generate, Load, Piece, RowLogprobs, ScoreTokens
 from polarnode.http.server import Address, open_server
 
 LOGITS = (0.0, -0.5, -1.0, -1.5, -2.0, -2.5)
@@ -159,7 +159,7 @@ async def test_a_vllm_server_is_recognised_and_samples_with_its_weights() -> Non
 )
 async def test_a_server_that_cannot_be_recorded_is_refused_with_the_flag(vllm: Vllm, sentence: str) -> None:
     async with opened(vllm) as server:
-        with pytest.raises(Unfit, match=sentence):
+        with pytest.raises(UnfitServer, match=sentence):
             await server.probe()
 
 
@@ -167,7 +167,7 @@ async def test_another_vocabulary_is_refused() -> None:
     async with open_server(Vllm(), Address(host="127.0.0.1", port=0)) as address:
         wanted = Wanted(url=f"http://127.0.0.1:{address.port}", vocab_size=6, words=((3, "other"),))
         async with connect(wanted, None) as server:
-            with pytest.raises(Unfit, match="another vocabulary"):
+            with pytest.raises(UnfitServer, match="another vocabulary"):
                 await server.probe()
 
 
@@ -229,10 +229,10 @@ def test_a_logprob_that_is_not_there_is_none() -> None:
     """vLLM writes -9999 for it, for NaN and for minus infinity: the call then fails."""
     entry = {"token_id": 7, "logprob": -9999.0, "rank": None, "top_logprobs": []}
     choice = {"token_ids": [7], "logprobs": {"content": [entry]}, "finish_reason": None}
-    event: Any = event_of({"choices": [choice]}, before=3, top_logprobs=0)
+    event: Any = sglang_event({"choices": [choice]}, before=3, top_logprobs=0)
     assert event["meta_info"]["output_token_logprobs"] == [[None, 7]]
     assert event["meta_info"]["completion_tokens"] == 4
-    assert event_of({"choices": [], "usage": {}}, before=3, top_logprobs=0) is None
+    assert sglang_event({"choices": [], "usage": {}}, before=3, top_logprobs=0) is None
 
 
 # ── scoring ───────────────────────────────────────────────────────────────────
@@ -241,8 +241,8 @@ def test_a_logprob_that_is_not_there_is_none() -> None:
 async def test_a_row_is_scored_by_its_prompts_logprobs() -> None:
     vllm = Vllm(label="7")
     async with opened(vllm) as server:
-        order = Score(rid="r", row=ids([1, 2, 3, 4]).tobytes(), start=2)
-        assert await server.score(order) == Scored(
+        order = ScoreTokens(rid="r", row=ids([1, 2, 3, 4]).tobytes(), start=2)
+        assert await server.score(order) == RowLogprobs(
             rid="r", logprobs=floats([-0.375, -0.5]).tobytes(), version="7"
         )
         _, body = next(each for each in vllm.asked if "generate" in each[0])

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polarnode.engine.routing import (
+    DEFAULT_RUNNING,
+    ENGINE_QUEUE_DIVISOR,
+    MIN_ENGINE_QUEUE,
     PRESENT_S,
-    QUEUED,
-    QUEUED_PART,
-    SPARED,
-    UNREPORTED,
+    SPARE_DIVISOR,
     FairQueue,
 )
 
@@ -101,7 +101,7 @@ def test_every_call_is_taken_once_and_all_ends_empty(calls: list[One], places: i
 def test_no_place_is_left_free_where_a_call_waits_but_the_spared_ones(calls: list[One], places: int) -> None:
     def check(played: Played, queue: FairQueue[One]) -> None:
         running = len(played.began) - len(played.ended)
-        assert not queue.waiting or places - running <= places // SPARED
+        assert not queue.waiting or places - running <= places // SPARE_DIVISOR
 
     Played(places).run(calls, check)
 
@@ -259,10 +259,10 @@ def test_the_spared_places_come_back_when_the_others_have_left() -> None:
 
 def test_before_an_engine_reports_its_number_there_is_one() -> None:
     queue: FairQueue[int] = FairQueue(ROOMY)
-    for number in range(2 * UNREPORTED):
+    for number in range(2 * DEFAULT_RUNNING):
         queue.add("a", number, tokens=1)
     queue.report(running=0, waiting=0, most=0)
-    assert sum(queue.take(0.0) is not None for _ in range(2 * UNREPORTED)) == UNREPORTED
+    assert sum(queue.take(0.0) is not None for _ in range(2 * DEFAULT_RUNNING)) == DEFAULT_RUNNING
 
 
 @pytest.mark.parametrize("size", [1000, 30_000])
@@ -279,7 +279,9 @@ def test_a_full_cache_keeps_the_queue_here_and_not_in_the_engine(size: int) -> N
         queue.report(running=running, waiting=sent - running, most=2000)
         while queue.take(0.0) is not None:
             sent += 1
-        assert sent - min(sent, fits) <= QUEUED + 2 * (fits // QUEUED_PART), "the engine's queue is short"
+        assert sent - min(sent, fits) <= MIN_ENGINE_QUEUE + 2 * (fits // ENGINE_QUEUE_DIVISOR), (
+            "the engine's queue is short"
+        )
     assert sent > fits, "the engine is full"
     queue.add("sibling", -1, tokens=size)
     while (taken := queue.take(0.0)) is None:
@@ -297,13 +299,13 @@ def test_a_queue_of_the_engine_that_is_too_long_closes_the_door_and_a_short_one_
     def taken() -> int:
         return sum(queue.take(0.0) is not None for _ in range(2000))
 
-    assert taken() == QUEUED
-    queue.report(running=QUEUED, waiting=0, most=4096)
+    assert taken() == MIN_ENGINE_QUEUE
+    queue.report(running=MIN_ENGINE_QUEUE, waiting=0, most=4096)
     grown = taken()
-    assert grown == QUEUED + 2 * (QUEUED // QUEUED_PART)
-    queue.report(running=4, waiting=QUEUED + grown - 4, most=4096)
+    assert grown == MIN_ENGINE_QUEUE + 2 * (MIN_ENGINE_QUEUE // ENGINE_QUEUE_DIVISOR)
+    queue.report(running=4, waiting=MIN_ENGINE_QUEUE + grown - 4, most=4096)
     assert taken() == 0
-    for _ in range(QUEUED + grown - 4 - QUEUED - 1):
+    for _ in range(MIN_ENGINE_QUEUE + grown - 4 - MIN_ENGINE_QUEUE - 1):
         queue.ended("a", tokens=10, served=10, now=0.0)
     assert taken() == 0, "the engine's own queue is as long as it may be"
     queue.ended("a", tokens=10, served=10, now=0.0)

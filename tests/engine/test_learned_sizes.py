@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from polarnode.engine.learned_sizes import MOST_BYTES, read_learned, write_learned
-from polarnode.engine.residency import Learned
+from polarnode.engine.residency import LearnedSizes
 
-LEARNED = Learned(margin=0.75, ends={"pi": (10_000, 12_000), "codex": (40_000,)})
+LEARNED = LearnedSizes(margin=0.75, ends={"pi": (10_000, 12_000), "codex": (40_000,)})
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ import trio
 import trio.testing
 
 from polarnode.engine.protocol import Continue, Done, Pause, ToHost
-from polarnode.engine.questions import Questions
+from polarnode.engine.questions import PendingReplies
 
 
 async def test_each_question_gets_its_own_answer() -> None:
-    questions, posted, found = Questions(), list[ToHost](), dict[str, Done | None]()
+    questions, posted, found = PendingReplies(), list[ToHost](), dict[str, Done | None]()
 
     async def ask(name: str) -> None:
         found[name] = await questions.ask(lambda call: Continue(call=call), posted.append)
@@ -26,7 +26,7 @@ async def test_each_question_gets_its_own_answer() -> None:
 
 
 async def test_a_dead_host_answers_none_of_them() -> None:
-    questions = Questions()
+    questions = PendingReplies()
 
     async def ask() -> None:
         assert await questions.ask(lambda call: Pause(call=call, mode="abort"), lambda message: None) is None
@@ -39,7 +39,7 @@ async def test_a_dead_host_answers_none_of_them() -> None:
 
 
 async def test_whoever_leaves_is_not_answered(autojump_clock: trio.abc.Clock) -> None:
-    questions, posted = Questions(), list[ToHost]()
+    questions, posted = PendingReplies(), list[ToHost]()
     with pytest.raises(trio.TooSlowError), trio.fail_after(1):
         await questions.ask(lambda call: Continue(call=call), posted.append)
     (message,) = posted

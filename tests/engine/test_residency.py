@@ -8,40 +8,42 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from polarnode.engine.residency import (
-    GUESS_PART,
+    GUESS_DIVISOR,
     HOLD_S,
     KINDS,
     LEASE_S,
-    LEAVE,
+    LEAVE_SHARE,
     LOOK_S,
-    Learned,
-    Residency,
+    LearnedSizes,
+    ResidencyPolicy,
 )
 from polarnode.engine.residency_feedback import (
     ENOUGH,
-    FALL,
-    LEAST_MARGIN,
-    MOST_LENT,
+    MARGIN_FALL,
+    MAX_LENT_MARGIN,
+    MIN_MARGIN,
     SHRINK,
     START,
-    Allowance,
-    Feedback,
+    BudgetFeedback,
+    RereadAllowance,
 )
 from polarnode.engine.session_sizes import ENDS
 
 MAIN = "main"
 
 
-def turn(found: Residency, session: str, tokens: int, now: float, *, cached: int = 0, s: float = 1.0) -> None:
+def turn(
+    found: ResidencyPolicy, session: str, tokens: int, now: float, *, cached: int = 0, s: float = 1.0
+) -> None:
     """One call, which goes at once."""
     assert found.ask(session, session, MAIN, now)
     found.read(session, MAIN, prompt=tokens, cached=cached, seconds=s)
     found.ended(session, MAIN, tokens=tokens, now=now)
 
 
-def filled(*tokens: int, capacity: int = 100_000, s: float = 1.0) -> Residency:
+def filled(*tokens: int, capacity: int = 100_000, s: float = 1.0) -> ResidencyPolicy:
     """Sessions s0, s1 … that are idle with so many tokens, which the engine read in `s` seconds each."""
-    found = Residency(capacity=capacity)
+    found = ResidencyPolicy(capacity=capacity)
     for number, each in enumerate(tokens):
         found.begin(f"s{number}", "pi", 0.0)
         turn(found, f"s{number}", each, 0.0, s=s)
@@ -49,14 +51,14 @@ def filled(*tokens: int, capacity: int = 100_000, s: float = 1.0) -> Residency:
 
 
 def test_sessions_begin_while_what_they_will_become_fits() -> None:
-    found, guessed = Residency(capacity=100_000), int(START * GUESS_PART)
+    found, guessed = ResidencyPolicy(capacity=100_000), int(START * GUESS_DIVISOR)
     for number in range(guessed):
         assert found.may_begin("pi", 0.0)
         found.begin(f"s{number}", "pi", 0.0)
     assert not found.may_begin("pi", 0.0)
     found.over("s0")
     assert found.may_begin("pi", 1.0)
-    assert Residency(capacity=1).may_begin("pi", 0.0), "one session always runs"
+    assert ResidencyPolicy(capacity=1).may_begin("pi", 0.0), "one session always runs"
 
 
 def test_one_that_can_not_wait_comes_as_a_displaced_one() -> None:
@@ -72,7 +74,7 @@ def test_one_that_can_not_wait_comes_as_a_displaced_one() -> None:
     assert found._sizes_of("capture").largest >= 5_100, "its size was learned as any other's"
 
 
-def ended(found: Residency, kind: str, *sizes: int) -> None:
+def ended(found: ResidencyPolicy, kind: str, *sizes: int) -> None:
     for number, tokens in enumerate(sizes):
         name = f"{kind}{number}"
         found.begin(name, kind, 0.0)
@@ -81,7 +83,7 @@ def ended(found: Residency, kind: str, *sizes: int) -> None:
         found.over(name)
 
 
-def begun(found: Residency, kind: str) -> int:
+def begun(found: ResidencyPolicy, kind: str) -> int:
     """How many sessions may begin."""
     names = [f"{kind}-new{number}" for number in range(100)]
     for number, name in enumerate(names):
@@ -92,7 +94,7 @@ def begun(found: Residency, kind: str) -> int:
 
 
 def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
-    small, large, mixed = (Residency(capacity=200_000) for _ in range(3))
+    small, large, mixed = (ResidencyPolicy(capacity=200_000) for _ in range(3))
     ended(small, "pi", *[5_000] * 64)
     ended(large, "pi", *[50_000] * 64)
     ended(mixed, "pi", *[5_000, 50_000] * 32)
@@ -103,10 +105,10 @@ def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
 
 
 def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
-    before, guessing = Residency(capacity=200_000), Residency(capacity=200_000)
+    before, guessing = ResidencyPolicy(capacity=200_000), ResidencyPolicy(capacity=200_000)
     ended(before, "pi", *[50_000] * 64)
     before.feedback.margin = 0.85
-    after = Residency(capacity=200_000)
+    after = ResidencyPolicy(capacity=200_000)
     after.recall(before.learned())
     assert after.learned() == before.learned()
     assert begun(after, "pi") == 3, "0.85 of 200,000 for sessions of 50,000"
@@ -115,17 +117,17 @@ def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
 
 def test_what_is_recalled_is_bounded() -> None:
     many = {f"kind{number}": (5_000,) * 100 for number in range(KINDS + 3)}
-    found = Residency(capacity=100_000)
-    found.recall(Learned(margin=9.0, ends={**many, "huge": (10**9, -5, 40_000)}))
+    found = ResidencyPolicy(capacity=100_000)
+    found.recall(LearnedSizes(margin=9.0, ends={**many, "huge": (10**9, -5, 40_000)}))
     learned = found.learned()
     assert len(learned.ends) == KINDS
     assert learned.ends["huge"] == (40_000,), "no session of this engine can have the others"
     assert {len(ends) for kind, ends in learned.ends.items() if kind != "huge"} == {ENDS}
-    assert learned.margin == MOST_LENT
+    assert learned.margin == MAX_LENT_MARGIN
 
 
 def test_kinds_that_ended_last_are_kept() -> None:
-    found = Residency(capacity=100_000)
+    found = ResidencyPolicy(capacity=100_000)
     for number in range(KINDS + 1):
         ended(found, f"kind{number}", 5_000)
     ended(found, "kind0", 6_000)
@@ -136,7 +138,7 @@ def test_kinds_that_ended_last_are_kept() -> None:
 
 def test_what_still_runs_counts_as_no_smaller_than_it_is() -> None:
     """The first to end are the short ones."""
-    found = Residency(capacity=1_000_000)
+    found = ResidencyPolicy(capacity=1_000_000)
     for number in range(8):
         found.begin(f"s{number}", "pi", 0.0)
         turn(found, f"s{number}", 0, 0.0)
@@ -168,7 +170,7 @@ def test_the_smallest_that_is_enough_is_displaced_or_else_the_largest_first() ->
     )
 
 
-def displaced(found: Residency) -> list[str]:
+def displaced(found: ResidencyPolicy) -> list[str]:
     return sorted(session for session, _ in found.forgotten())
 
 
@@ -189,7 +191,7 @@ def test_a_held_call_goes_after_its_bound_whatever_fits() -> None:
     found.look(0.0)
     assert not found.ask("s1", "s1", MAIN, 10.0)
     assert found.look(10.0 + HOLD_S - 0.1) == []
-    assert found.next_look(10.0) <= 10.0 + HOLD_S
+    assert found.next_decision(10.0) <= 10.0 + HOLD_S
     assert [call.session for call in found.look(10.0 + HOLD_S)] == ["s1"]
 
 
@@ -246,15 +248,15 @@ def test_the_margin_stays_until_sizes_are_known() -> None:
 
 def test_more_may_begin_only_while_somebody_waits_and_few_are_late() -> None:
     found = filled(39_000, capacity=40_000, s=600.0)
-    found.feedback.ended, found.feedback.margin = ENOUGH, LEAST_MARGIN
+    found.feedback.ended, found.feedback.margin = ENOUGH, MIN_MARGIN
     for number in range(1, 4):
         turn(found, "s0", 39_000 + number, 0.0, cached=39_000 + number - 1)
         found.look(number * LOOK_S)
-    assert found.feedback.margin == LEAST_MARGIN
+    assert found.feedback.margin == MIN_MARGIN
     assert not found.may_begin("pi", 3 * LOOK_S)
     turn(found, "s0", 39_010, 3 * LOOK_S, cached=39_003)
     found.look(4 * LOOK_S)
-    assert found.feedback.margin > LEAST_MARGIN
+    assert found.feedback.margin > MIN_MARGIN
 
 
 def test_fewer_may_begin_where_calls_are_held_often() -> None:
@@ -267,7 +269,7 @@ def test_fewer_may_begin_where_calls_are_held_often() -> None:
             found.look(now + HOLD_S)
         found.read("s1", MAIN, prompt=50_000, cached=0, seconds=5.0)
         found.ended("s1", MAIN, tokens=50_000, now=now)
-    assert found.feedback.margin == LEAST_MARGIN
+    assert found.feedback.margin == MIN_MARGIN
     assert found.feedback.scale == 1.0, "nothing was read again that was not decided"
 
 
@@ -283,7 +285,7 @@ def test_a_margin_falls_by_a_tenth_while_no_margin_would_let_a_session_begin() -
         assert not found.may_begin("pi", now + HOLD_S)
         found.read("s1", MAIN, prompt=50_000, cached=0, seconds=600.0)
         found.ended("s1", MAIN, tokens=50_000, now=now)
-    assert found.feedback.margin == pytest.approx(FALL * START)
+    assert found.feedback.margin == pytest.approx(MARGIN_FALL * START)
 
 
 def test_places_are_lent_once_tools_take_long() -> None:
@@ -332,7 +334,7 @@ def test_a_sub_agent_counts_until_its_session_goes_on() -> None:
     assert found.learned().ends["pi"] == (31_000,), "the most that it ever had without them"
 
 
-def with_sub_agents() -> Residency:
+def with_sub_agents() -> ResidencyPolicy:
     """Of two sessions with 20,000 tokens of their own, one waits for two sub-agents with 8,000 each."""
     found = filled(20_000, 20_000, capacity=200_000)
     for child in ("a", "b"):
@@ -348,11 +350,11 @@ def test_sub_agents_count_for_what_they_are_on_average() -> None:
     found.look(LOOK_S)
     # of 4 guesses of 25,000, two sessions reach their end from 20,000, and one that begins grows as they do
     assert found._expected("pi", "", 40.0) == before._expected("pi", "", 40.0) + 3 * 8_000
-    after = Residency(capacity=200_000)
+    after = ResidencyPolicy(capacity=200_000)
     found.over("s1")
     after.recall(found.learned())
     assert after._sizes_of("pi").passing == 8_000
-    after.recall(Learned(margin=0.8, ends={"pi": (5,), "codex": (5,)}, passing={"codex": 200_001}))
+    after.recall(LearnedSizes(margin=0.8, ends={"pi": (5,), "codex": (5,)}, passing={"codex": 200_001}))
     assert after._sizes_of("codex").passing == 0, "no engine of this size can have that"
 
 
@@ -369,7 +371,7 @@ def test_the_engine_is_told_which_conversations_may_go_first() -> None:
 
 
 def test_a_title_that_is_asked_for_first_is_no_session() -> None:
-    found = Residency(capacity=100_000)
+    found = ResidencyPolicy(capacity=100_000)
     found.begin("s0", "pi", 0.0)
     for number, (chain, tokens) in enumerate([("title", 500), (MAIN, 10_000), (MAIN, 11_000), ("a", 8_000)]):
         assert found.ask("call", "s0", chain, float(number))
@@ -394,7 +396,7 @@ def test_a_displaced_session_goes_on_while_the_allowance_has_its_tokens() -> Non
 
 
 def test_the_allowance_is_bounded() -> None:
-    allowance = Allowance()
+    allowance = RereadAllowance()
     allowance.earn(1_000_000, lends=False, most=5_000.0)
     assert allowance.tokens == 5_000.0
     allowance.settle(0, 1_000_000, most=5_000.0)
@@ -404,21 +406,21 @@ def test_the_allowance_is_bounded() -> None:
 
 def test_new_weights_correct_nothing() -> None:
     found = filled(30_000, capacity=40_000)
-    found.feedback.ended, found.feedback.margin = ENOUGH, LEAST_MARGIN
+    found.feedback.ended, found.feedback.margin = ENOUGH, MIN_MARGIN
     allowance = found._allowance.tokens
     for number in range(1, 10):
         found.cold()
         found.may_begin("pi", number * LOOK_S)
         turn(found, "s0", 30_000, number * LOOK_S, s=60.0)
         found.look(number * LOOK_S)
-    assert found.feedback.margin > LEAST_MARGIN, "nothing was late or read again but for the weights"
+    assert found.feedback.margin > MIN_MARGIN, "nothing was late or read again but for the weights"
     assert found.feedback.scale == 1.0
     assert found._allowance.tokens > allowance
     assert found.statistics(0.0).reread_planned == 9 * 30_000
 
 
 def test_the_speed_of_the_engine_is_that_of_its_long_reads() -> None:
-    feedback = Feedback()
+    feedback = BudgetFeedback()
     feedback.read(100, 100, 3.0)
     assert feedback.seconds_to_read(1_000) is None
     for _ in range(50):
@@ -436,7 +438,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize(capacity=st.integers(1_000, 200_000))
     def open(self, capacity: int) -> None:
-        self.found = Residency(capacity=capacity)
+        self.found = ResidencyPolicy(capacity=capacity)
         self.now = 0.0
         self.begun: set[str] = set()
         self.running: dict[tuple[str, str], int] = {}
@@ -487,7 +489,7 @@ class AnyOrder(RuleBasedStateMachine):
             for call in self.found.look(self.now):
                 assert self.held.pop((call.session, call.chain)) == call.since
                 self.running[call.session, call.chain] = 1
-            due = self.found.next_look(self.now)
+            due = self.found.next_decision(self.now)
             if due > until:
                 break
             self.now = max(due, self.now + 1e-6)
@@ -504,10 +506,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def what_is_idle_fits_after_a_look(self) -> None:
-        self.found._valve(self.now)
+        self.found._displace_excess(self.now)
         figures = self.found.statistics(self.now)
         staying = figures.busy + figures.idle
-        assert figures.tokens <= LEAVE * figures.budget or figures.idle <= 1 or staying <= 1 or figures.busy
+        assert (
+            figures.tokens <= LEAVE_SHARE * figures.budget
+            or figures.idle <= 1
+            or staying <= 1
+            or figures.busy
+        )
 
 
 AnyOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -12,7 +12,7 @@ from polarnode.core.ports import GenerateOrder
 from polarnode.engine.calls import Call
 from polarnode.engine.protocol import Piece
 from polarnode.engine.residency import HOLD_S
-from polarnode.engine.residents import Residents
+from polarnode.engine.residents import ResidencyGate
 
 CAPACITY = 100_000
 NOWHERE = Path("/nonexistent/engine-0.sizes.json")
@@ -29,7 +29,7 @@ def order(session: str, tokens: int, *, number: int = 0) -> GenerateOrder:
     )
 
 
-def play(found: Residents, asked: GenerateOrder, *, cached: int = 0) -> None:
+def play(found: ResidencyGate, asked: GenerateOrder, *, cached: int = 0) -> None:
     """The engine serves a call that has its place."""
     call = Call(
         rid=asked.request_id,
@@ -49,7 +49,7 @@ class Room:
     def __init__(self) -> None:
         self.forgotten: list[str] = []
         self.credits: list[float] = []
-        self.found = Residents(0, self.forgotten.append, NOWHERE)
+        self.found = ResidencyGate(0, self.forgotten.append, NOWHERE)
 
     async def fill(self) -> None:
         self.found.open(CAPACITY, 50_000)
@@ -68,7 +68,7 @@ async def room() -> Room:
 
 
 async def test_without_a_capacity_every_call_passes() -> None:
-    found = Residents(0, lambda session: None, NOWHERE)
+    found = ResidencyGate(0, lambda session: None, NOWHERE)
     assert found.may_begin("pi", "g", 0.0)
     assert await found.enter(order("a", 10))
     assert found.statistics is None
@@ -161,7 +161,7 @@ async def test_a_session_that_ends_lets_its_held_calls_go(room: Room, autojump_c
 async def test_reading_again_without_a_decision_is_logged_with_a_remedy(
     autojump_clock: trio.abc.Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = Residents(3, lambda session: None, NOWHERE)
+    found = ResidencyGate(3, lambda session: None, NOWHERE)
     found.open(10**6, 50_000)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(found.run)

@@ -19,9 +19,9 @@ from polarnode.core.arrays import floats, ids
 from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import RowScores, ScoreOrder
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.protocol import Scored, Simulation
-from polarnode.engine.scoring import REST, ROWS_ALONE, ScoreCall, ScoreTurns
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.protocol import RowLogprobs, Simulation
+from polarnode.engine.scoring import REST, ROWS_WHEN_IDLE, ScoreCall, ScoreTurns
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.engine.simulated.answers import simulated_scores
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
@@ -33,7 +33,7 @@ ROW = list(range(300, 340))
 @asynccontextmanager
 async def opened(tmp_path: Path, **simulation: Any) -> AsyncIterator[Engines]:
     model = load_model(TINY_MODEL)
-    simulated = Simulated(
+    simulated = SimulatedEngine(
         simulation=Simulation(**{"first_token_s": 0.0, "prefill_tokens_per_s": 0, **simulation}),
         marks=simulated_marks(model.family),
         vocab_size=model.tokenizer.vocab_size,
@@ -122,7 +122,7 @@ async def test_beside_agents_one_row_is_read_at_a_time_with_rests(autojump_clock
     assert starts[1] - starts[0] == starts[2] - starts[1] == pytest.approx(1 + REST)
     sampling, began = False, trio.current_time()
     async with trio.open_nursery() as nursery:
-        for number in range(2 * ROWS_ALONE):
+        for number in range(2 * ROWS_WHEN_IDLE):
             nursery.start_soon(row, number)
     assert trio.current_time() - began == pytest.approx(2)  # eight at once, and no rest
     assert turns.waiting == 0
@@ -158,12 +158,12 @@ async def test_agents_are_sampled_for_while_rows_wait(tmp_path: Path) -> None:
 @pytest.mark.parametrize("values", [[-1.0], [-1.0, -2.0, -3.0], [-1.0, float("nan")]])
 async def test_an_answer_that_does_not_fit_fails_its_row(values: list[float]) -> None:
     call = ScoreCall(2)
-    call.take(Scored(rid="r", logprobs=floats(values).tobytes(), version="1"))
+    call.take(RowLogprobs(rid="r", logprobs=floats(values).tobytes(), version="1"))
     with pytest.raises(EngineError, match="or some that are no numbers"):
         await call.result()
 
 
 async def test_a_token_that_cannot_be_sampled_is_minus_infinity() -> None:
     call = ScoreCall(2)
-    call.take(Scored(rid="r", logprobs=floats([-1.0, -float("inf")]).tobytes(), version="1"))
+    call.take(RowLogprobs(rid="r", logprobs=floats([-1.0, -float("inf")]).tobytes(), version="1"))
     assert list((await call.result()).logprobs) == [-1.0, -float("inf")]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy
 import pytest
 
-from polarnode.engine.residency import Residency
-from polarnode.engine.session_sizes import ENDS, GUESSES, MOST_GROWTH, SessionSizes
+from polarnode.engine.residency import ResidencyPolicy
+from polarnode.engine.session_sizes import ENDS, GUESS_COUNT, MAX_LOG_GROWTH, SessionSizes
 
 
 def mean(sizes: SessionSizes, running: Sequence[tuple[int, float]], *growth: float) -> list[float]:
@@ -19,7 +19,7 @@ def mean(sizes: SessionSizes, running: Sequence[tuple[int, float]], *growth: flo
 def test_sizes_are_guessed_until_some_have_ended() -> None:
     sizes = SessionSizes(guess=10_000)
     assert mean(sizes, [(0, 1.0)], 0.0, 9_999.0, 10_001.0) == [0.0, 9_999.0, 0.0]
-    for _ in range(ENDS // GUESSES):
+    for _ in range(ENDS // GUESS_COUNT):
         sizes.add(2_000)
     (found,) = mean(sizes, [(0, 1.0)], 9_000.0)
     assert found == pytest.approx(9_000 * 3 / 19), "the first to end are the short ones"
@@ -96,7 +96,7 @@ def test_a_few_short_groups_in_a_row_do_not_speak_for_all() -> None:
 
 
 def test_a_group_s_first_members_tell_what_its_next_is_expected_to_become() -> None:
-    found = Residency(capacity=200_000)
+    found = ResidencyPolicy(capacity=200_000)
     for number, members in enumerate([SHORT, LONG] * 16):
         for tokens in members:
             found._sizes_of("pi").add(tokens, f"g{number}")
@@ -153,4 +153,4 @@ def test_a_sudden_change_has_a_bound() -> None:
         for _ in range(ENDS // 2):
             sizes.add(tokens)
     assert sizes.trend > 0.05
-    assert sizes.largest <= math.exp(MOST_GROWTH) * 50_000
+    assert sizes.largest <= math.exp(MAX_LOG_GROWTH) * 50_000

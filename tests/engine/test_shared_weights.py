@@ -23,10 +23,10 @@ from safetensors.numpy import load_file, save
 from trainers_kit import make_turn
 from weights_kit import MODEL, Plane, disk, open_weights_plane, simulated_tiny
 
-from polarnode.api.weight_nodes import PASSED_BY, payloads_of, rank_offsets
+from polarnode.api.weight_nodes import PASSED_BY, rank_offsets, split_payloads
 from polarnode.engine import weights as weights_module
 from polarnode.engine.adapter_store import AdapterStore
-from polarnode.engine.settings import External
+from polarnode.engine.settings import ExternalEngine
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weight_values import Served, in_order
 from polarnode.groups.group import updates_behind
@@ -163,7 +163,7 @@ async def test_uploader_dies_between_rows(
 
 
 async def _expired(log: Log, incarnation: int) -> bool:
-    return await log.expire(incarnation, (await log.signs())[incarnation])
+    return await log.declare_lost(incarnation, (await log.read_signs())[incarnation])
 
 
 async def test_node_down_and_back(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
@@ -215,7 +215,9 @@ async def test_version_without_row_not_served(
 async def test_nobody_waits_for_external_engine(tmp_path: Path, dsn: str) -> None:
     """Its weights are its owner's: it holds no files, and a version counts without it."""
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
-        second.engines._external = External(urls=("http://127.0.0.1:9",), vocab_size=9, context_length=9)
+        second.engines._external = ExternalEngine(
+            urls=("http://127.0.0.1:9",), vocab_size=9, context_length=9
+        )
         await second.following.look()
         answer = await first.node.post("/v1/weights", new("7"))
         assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
@@ -386,8 +388,8 @@ def test_ranks_each_of_one_node(first: int, ranks: list[int]) -> None:
     every = [at + rank for at, each in zip(offsets, ranks, strict=True) for rank in range(each)]
     assert every == list(range(first, first + sum(ranks)))
     handles = [str(each) for each in range(sum(ranks))]
-    assert [each for part in payloads_of(handles, ranks) for each in part] == handles
-    assert payloads_of(["one"] * (sum(ranks) + 1), ranks) == [["one"] * (sum(ranks) + 1)] * len(ranks)
+    assert [each for part in split_payloads(handles, ranks) for each in part] == handles
+    assert split_payloads(["one"] * (sum(ranks) + 1), ranks) == [["one"] * (sum(ranks) + 1)] * len(ranks)
 
 
 async def test_handles_reach_all(tmp_path: Path, dsn: str) -> None:
@@ -511,25 +513,25 @@ async def test_who_joins_while_generation_is_held_is_held(tmp_path: Path, dsn: s
 
 async def test_who_missed_a_request_follows_the_log(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a") as (plane,):
-        await plane.log.hold("in_place", model=MODEL)
+        await plane.log.hold_generation("in_place", model=MODEL)
         await until(lambda: _holds(plane))
         async with plane.weights.alone():
             plane.weights.released.add("weights")
-            await plane.log.hold(None, model=MODEL)
+            await plane.log.hold_generation(None, model=MODEL)
         await plane.following.look()
         assert await _holds(plane), "its memory is lent: nothing could be sampled"
         plane.weights.released.clear()
         assert (await plane.node.post("/v1/engine/resume", {})).status == 200
-        await plane.log.hold("in_place")
+        await plane.log.hold_generation("in_place")
         await until(lambda: _holds(plane))
-        await plane.log.hold(None)
+        await plane.log.hold_generation(None)
         await until(lambda: _goes_on(plane))
 
 
 async def test_barrier_of_one_request_is_no_hold_of_the_log(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         assert (await first.node.post("/v1/weights", new("1", switch="barrier"))).status == 201
-        assert (await first.log.held(model=MODEL), second.weights.status().paused) == (None, None)
+        assert (await first.log.generation_hold(model=MODEL), second.weights.status().paused) == (None, None)
 
 
 async def _holds(plane: Plane) -> bool:

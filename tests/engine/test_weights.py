@@ -17,21 +17,21 @@ import trio
 from attrs import evolve
 from control_plane_parts import TaskTaker
 from fakes_engine import order, sample
-from plane_kit import Asgi, stage
+from plane_kit import AsgiClient, stage
 from weights_kit import MODEL, Plane, disk, open_weights_plane
 
-from polarnode.api.metrics import exposition
+from polarnode.api.metrics import render_metrics
 from polarnode.core.errors import EngineError
 from polarnode.engine import weights as weights_module
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import open_engines
 from polarnode.engine.protocol import Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.gateway.call import KeepAlivePacing
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.node.config import TINY_MODEL, NodeConfig
-from polarnode.node.opening import weights_model, weights_to_begin_with
+from polarnode.node.opening import checkpoint_path, initial_weights
 from polarnode.node.settings import simulated_marks
 from polarnode.tokens.template import LoadedModel, load_model
 
@@ -49,7 +49,7 @@ def new(version: str, path: Path = TINY_MODEL, **more: Any) -> dict[str, Any]:
 
 
 def simulated(model: LoadedModel, tmp_path: Path, *, hosts: int = 2) -> EngineSettings:
-    marks = Simulated(
+    marks = SimulatedEngine(
         simulation=SLOW, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
     )
     return EngineSettings(
@@ -165,7 +165,7 @@ async def test_tensors_of_a_trainer_are_taken_by_all_or_none(model: LoadedModel,
             1,
             {"kind": "tensor", "buckets": "2"},
         )
-        found = exposition(
+        found = render_metrics(
             evolve(TaskTaker(journal=plane.journal).figures(), weights=plane.weights.status())
         ).decode()
         assert 'polarnode_weight_updates_total{outcome="failed"} 1.0' in found
@@ -298,8 +298,8 @@ async def test_an_agents_call_stays_open_over_an_update(model: LoadedModel, tmp_
     async with opened(model, tmp_path, hosts=1) as plane:
         here, before, meanwhile = (
             stage(plane.engines, pacing=KeepAlivePacing(opening_s=0.2, quiet_s=0.2)),
-            Asgi(),
-            Asgi(),
+            AsgiClient(),
+            AsgiClient(),
         )
         body = json.dumps(
             {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -355,8 +355,8 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
     config, said = NodeConfig(), list[str]()
     async with open_journal(tmp_path / "journal", now=lambda: 6.0) as journal:
         # the plane was told the model's path as it is, a node resolves it
-        assert weights_model(config) == str(TINY_MODEL)
-        loaded, warning = await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append)
+        assert checkpoint_path(config) == str(TINY_MODEL)
+        loaded, warning = await initial_weights(config, SqliteLog(journal), MODEL, said.append)
         assert loaded is not None
         assert (loaded.version, loaded.path, loaded.files, warning) == (
             "7",
@@ -372,16 +372,14 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
             (NodeConfig(model="/models/other"), "of another model"),
             (NodeConfig(resume_weights=False), "resume_weights is false"),
         ):
-            loaded, warning = await weights_to_begin_with(other, SqliteLog(journal), MODEL, said.append)
+            loaded, warning = await initial_weights(other, SqliteLog(journal), MODEL, said.append)
             assert (loaded, reason in str(warning)) == (None, True)
         (folder / "more.json").write_text("{}")
         assert "have changed since" in str(
-            (await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append))[1]
+            (await initial_weights(config, SqliteLog(journal), MODEL, said.append))[1]
         )
         folder.rename(tmp_path / "elsewhere")
-        assert "is gone" in str(
-            (await weights_to_begin_with(config, SqliteLog(journal), MODEL, said.append))[1]
-        )
+        assert "is gone" in str((await initial_weights(config, SqliteLog(journal), MODEL, said.append))[1])
 
 
 async def test_tensors_are_on_no_disk_for_the_next_life(model: LoadedModel, tmp_path: Path) -> None:
@@ -397,5 +395,5 @@ async def test_tensors_are_on_no_disk_for_the_next_life(model: LoadedModel, tmp_
         assert (await plane.node.post("/v1/weights", tensors("1", [GOOD, GOOD]))).status == 409
         assert [each["version"] for each in (await plane.told())["history"]] == ["1", "0.5"]
     async with open_journal(tmp_path / "journal", now=lambda: 6.0) as journal:
-        loaded, warning = await weights_to_begin_with(NodeConfig(), SqliteLog(journal), MODEL, print)
+        loaded, warning = await initial_weights(NodeConfig(), SqliteLog(journal), MODEL, print)
         assert (loaded, "came as tensor from a trainer" in str(warning)) == (None, True)

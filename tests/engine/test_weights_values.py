@@ -21,7 +21,7 @@ from polarnode.engine.weight_values import (
     loads,
     source_record,
 )
-from polarnode.engine.weights import plain_of, served_of
+from polarnode.engine.weights import read_served, served_json
 from polarnode.journal.entries import WeightsRow
 
 DISK = {"version": "1", "source": {"kind": "disk", "path": "/w"}}
@@ -96,5 +96,5 @@ def test_a_row_of_the_history_there_and_back() -> None:
         model="/m",
         files="f",
     )
-    row = WeightsRow(version="1", at=7.0, body=plain_of(served))
-    assert served_of(row) == codec.structure({**plain_of(served), "at": 7.0}, Served)
+    row = WeightsRow(version="1", at=7.0, body=served_json(served))
+    assert read_served(row) == codec.structure({**served_json(served), "at": 7.0}, Served)

@@ -10,11 +10,18 @@ from attrs import define, evolve, field
 from evaluators_kit import finished
 
 from polarnode.core.errors import EvaluatorError, Refused
-from polarnode.core.ports import LOST, Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.ports import LOST, Ended, Runtime, TimedProgram, TimedResult
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import agent_programs, registry
-from polarnode.evaluators.agent_programs import DATA_BYTES, SPOOL, Request, Requests, Separate, parse_request
+from polarnode.evaluators.agent_programs import (
+    MAX_DATA_BYTES,
+    SPOOL_DIR,
+    AgentRequests,
+    Request,
+    SeparateConfig,
+    parse_request,
+)
 from polarnode.evaluators.contract import TestNotRun
 
 
@@ -75,25 +82,25 @@ class SaidClock:
     ended: Ended | None
     ran: list[TimedProgram] = field(factory=list)
 
-    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedResult:
         await trio.lowlevel.checkpoint()
         self.ran.append(program)
-        return TimedEnd(ended=self.ended, seconds=1.0)
+        return TimedResult(ended=self.ended, seconds=1.0)
 
     async def beside(self, work: Any, attend: Any) -> Any:
         raise NotImplementedError
 
 
-def requests(clean: Clean, ended: Ended | None) -> Requests:
+def requests(clean: Clean, ended: Ended | None) -> AgentRequests:
     session = evolve(finished(clean, {}), clock=SaidClock(ended))  # type: ignore[arg-type]
-    return Requests(finished=session, separate=Separate(program_timeout=7.0), user=None)
+    return AgentRequests(finished=session, separate=SeparateConfig(program_timeout=7.0), user=None)
 
 
 async def reply(content: bytes, ended: Ended | None) -> tuple[bytes, bytes, bytes]:
-    clean = Clean({f"{SPOOL}/1": content})
+    clean = Clean({f"{SPOOL_DIR}/1": content})
     assert await requests(clean, ended).attend()
-    assert clean.order[-1] == f"{SPOOL}/1.exit", "what as-agent waits for comes last"
-    return tuple(clean.files[f"{SPOOL}/1.{name}"] for name in ("exit", "out", "err"))  # type: ignore[return-value]
+    assert clean.order[-1] == f"{SPOOL_DIR}/1.exit", "what as-agent waits for comes last"
+    return tuple(clean.files[f"{SPOOL_DIR}/1.{name}"] for name in ("exit", "out", "err"))  # type: ignore[return-value]
 
 
 async def test_the_reply_is_the_programs_own() -> None:
@@ -106,10 +113,10 @@ async def test_the_reply_is_the_programs_own() -> None:
     [
         (b"1\0x\0", None, b"124\n", "ended after 7 seconds"),
         (b"junk", None, b"125\n", "a request is a program"),
-        (b"1\0x\0" + bytes(DATA_BYTES), None, b"125\n", "arguments and input are longer than 8 MiB"),
+        (b"1\0x\0" + bytes(MAX_DATA_BYTES), None, b"125\n", "arguments and input are longer than 8 MiB"),
         (
             b"1\0x\0",
-            Ended(exit_code=0, stdout=bytes(DATA_BYTES + 1), stderr=b""),
+            Ended(exit_code=0, stdout=bytes(MAX_DATA_BYTES + 1), stderr=b""),
             b"125\n",
             "longer than 8 MiB",
         ),
@@ -126,14 +133,14 @@ async def test_what_cannot_be_answered_is_explained(
 
 async def test_requests_are_answered_in_order_and_up_to_a_number() -> None:
     ended = Ended(exit_code=0, stdout=b"", stderr=b"")
-    clean = Clean({f"{SPOOL}/{number}": f"1\0{number}\0".encode() for number in (1, 2, 4)})
+    clean = Clean({f"{SPOOL_DIR}/{number}": f"1\0{number}\0".encode() for number in (1, 2, 4)})
     asked = requests(clean, ended)
     assert [await asked.attend() for _ in range(3)] == [True, True, False]
     assert [program.argv for program in asked.finished.clock.ran] == [("1",), ("2",)]  # type: ignore[attr-defined]
     asked.count = agent_programs.MOST_REQUESTS
-    clean.files[f"{SPOOL}/{asked.count + 1}"] = b"1\0x\0"
+    clean.files[f"{SPOOL_DIR}/{asked.count + 1}"] = b"1\0x\0"
     assert await asked.attend()
-    assert b"may run 10000 programs" in clean.files[f"{SPOOL}/10001.err"]
+    assert b"may run 10000 programs" in clean.files[f"{SPOOL_DIR}/10001.err"]
 
 
 @define(eq=False)
@@ -142,7 +149,7 @@ class ListedClock(SaidClock):
 
     ends: list[Ended] = field(factory=list)
 
-    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedResult:
         self.ended = self.ends.pop(0)
         return await super().run(runtime, program)
 
@@ -154,7 +161,7 @@ class ListedClock(SaidClock):
 @pytest.mark.parametrize(("there", "reward"), [(0, 0.0), (127, None)])
 async def test_a_program_chooses_no_missing_test(there: int, reward: float | None) -> None:
     ends = [Ended(exit_code=code, stdout=b"", stderr=b"") for code in (127, there)]
-    clean = Clean({f"{SPOOL}/1": b"1\0./prog\0"})
+    clean = Clean({f"{SPOOL_DIR}/1": b"1\0./prog\0"})
     session = evolve(finished(clean, {}), clock=ListedClock(None, ends=ends), left=Left())  # type: ignore[arg-type]
 
     async def test() -> Verdict:
@@ -162,7 +169,7 @@ async def test_a_program_chooses_no_missing_test(there: int, reward: float | Non
         raise TestNotRun("the test ended with exit code 127")
 
     async def judged() -> Verdict:
-        return await agent_programs.judged(session, Separate(), None, test)
+        return await agent_programs.judged(session, SeparateConfig(), None, test)
 
     if reward is None:
         with pytest.raises(EvaluatorError, match="exit code 127"):
@@ -176,7 +183,7 @@ async def test_a_program_chooses_no_missing_test(there: int, reward: float | Non
 
 
 def test_the_script_writes_what_is_read(tmp_path: Path) -> None:
-    script = agent_programs.SCRIPT.replace(SPOOL, str(tmp_path))
+    script = agent_programs.SCRIPT.replace(SPOOL_DIR, str(tmp_path))
     (tmp_path / "1").write_bytes(b"taken")
     (tmp_path / "2.out").write_bytes(b"o\0")
     (tmp_path / "2.err").write_bytes(b"e")
@@ -224,4 +231,4 @@ async def test_a_test_never_runs_apart_in_the_agents_container() -> None:
         raise AssertionError("it ran")
 
     with pytest.raises(EvaluatorError, match="clean container"):
-        await agent_programs.judged(finished(Clean(), {}), Separate(), None, test)  # type: ignore[arg-type]
+        await agent_programs.judged(finished(Clean(), {}), SeparateConfig(), None, test)  # type: ignore[arg-type]

@@ -151,7 +151,7 @@ async def test_a_link_the_tests_write_through_is_no_reward(folder: Path, tmp_pat
 
 
 async def test_a_reward_that_never_ends_is_an_error(folder: Path) -> None:
-    with pytest.raises(EvaluatorError, match=f"larger than {command.REWARD_BYTES} bytes"):
+    with pytest.raises(EvaluatorError, match=f"larger than {command.MAX_REWARD_FILE_BYTES} bytes"):
         await judged(folder, f"head -c 1000000 /dev/zero > {folder}/.logs/verifier/reward.txt")
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from evaluators_kit import Workplace, finished, workplace
+from evaluators_kit import AgentWorkplace, finished, make_workplace
 from shell_runtime import git
 
 from polarnode.core.conversation import Json
@@ -31,18 +31,18 @@ EXPECTED: dict[str, Json] = {
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
-    return workplace(tmp_path, FILES)
+def place(tmp_path: Path) -> AgentWorkplace:
+    return make_workplace(tmp_path, FILES)
 
 
-async def judged(place: Workplace, **more: Json) -> Verdict:
+async def judged(place: AgentWorkplace, **more: Json) -> Verdict:
     left, clean = place.runtimes
     return await test_on_output.evaluate(
         finished(clean, {"test_command": PYTEST, "expected_output_json": EXPECTED, **more}, left)
     )
 
 
-async def test_a_fix_is_worth_one(place: Workplace) -> None:
+async def test_a_fix_is_worth_one(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     verdict = await judged(place)
     assert verdict.reward == 1.0, verdict.metrics
@@ -54,7 +54,7 @@ async def test_a_fix_is_worth_one(place: Workplace) -> None:
     assert "+    return a + b" in str(patch["text"])
 
 
-async def test_what_differs_is_told(place: Workplace) -> None:
+async def test_what_differs_is_told(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text("def add(a, b):\n    return 3\n")
     (place.left / "tests/test_more.py").write_text("def test_extra():\n    pass\n")
     verdict = await judged(
@@ -75,7 +75,7 @@ async def test_what_differs_is_told(place: Workplace) -> None:
     [(None, "the agent changed nothing"), ("git diff", "the agent changed nothing")],
 )
 async def test_no_work_is_worth_nothing_and_no_test_runs(
-    place: Workplace, command: str | None, said: str
+    place: AgentWorkplace, command: str | None, said: str
 ) -> None:
     left, clean = place.runtimes
     config: dict[str, Json] = {
@@ -88,7 +88,7 @@ async def test_no_work_is_worth_nothing_and_no_test_runs(
     assert not (place.clean / "ran").exists()
 
 
-async def test_tests_an_agent_changed_stay_where_it_changed_them(place: Workplace) -> None:
+async def test_tests_an_agent_changed_stay_where_it_changed_them(place: AgentWorkplace) -> None:
     (place.left / "tests/test_calc.py").write_text(
         "def test_adds(): pass\n\n\nclass TestText:\n    def test_joins(self): pass\n"
     )
@@ -109,7 +109,7 @@ async def test_tests_an_agent_changed_stay_where_it_changed_them(place: Workplac
         "\\x1b[32mPASSED\\x1b[0m tests/test_calc.py::TestText::test_joins",
     ],
 )
-async def test_a_passed_that_the_code_prints_hides_no_failure(place: Workplace, printed: str) -> None:
+async def test_a_passed_that_the_code_prints_hides_no_failure(place: AgentWorkplace, printed: str) -> None:
     forged = (
         f"import atexit\natexit.register(lambda: print('\\n{printed}\\n', flush=True))\n\n\ndef add(a, b):\n "
         "   return 0\n"
@@ -120,7 +120,7 @@ async def test_a_passed_that_the_code_prints_hides_no_failure(place: Workplace, 
     assert len(verdict.metrics["different"]) == 2  # type: ignore[arg-type]
 
 
-async def test_a_test_that_hangs_is_ended_and_worth_nothing(place: Workplace) -> None:
+async def test_a_test_that_hangs_is_ended_and_worth_nothing(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(
         "import time\n\n\ndef add(a, b):\n    print('PASSED test_adds')\n    time.sleep(600)\n"
     )
@@ -141,7 +141,7 @@ async def test_a_test_that_hangs_is_ended_and_worth_nothing(place: Workplace) ->
 
 
 @pytest.mark.parametrize("cheats", [True, False])
-async def test_hidden_tests_come_after_the_agents_work(place: Workplace, cheats: bool) -> None:
+async def test_hidden_tests_come_after_the_agents_work(place: AgentWorkplace, cheats: bool) -> None:
     """`eval_prepare` puts them there: they are neither taken for what the agent deleted, nor overwritten by
     what it put in their place.
     """
@@ -168,7 +168,7 @@ async def test_hidden_tests_come_after_the_agents_work(place: Workplace, cheats:
 
 
 async def test_a_folder_that_is_no_repository_is_the_tasks_fault(tmp_path: Path) -> None:
-    place = workplace(tmp_path, FILES)
+    place = make_workplace(tmp_path, FILES)
     (place.clean / ".git").rename(tmp_path / "gone")
     with pytest.raises(
         EvaluatorError,

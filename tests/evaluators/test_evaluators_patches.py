@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from evaluators_kit import Workplace, copied, finished, workplace
+from evaluators_kit import AgentWorkplace, copied, finished, make_workplace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shell_runtime import TESTBED, ShellRuntime, git
+from shell_runtime import TESTBED_PATH, ShellRuntime, git
 
 from polarnode.core.errors import EvaluatorError
 from polarnode.evaluators import patches
-from polarnode.evaluators.contract import Kept
-from polarnode.evaluators.patches import Patch, Repository, Unusable, apply, moved
+from polarnode.evaluators.contract import KeptWork
+from polarnode.evaluators.patches import Patch, Repository, UnusablePatch, apply, moved
 from polarnode.rollouts.session_containers import Gone
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
-    return workplace(tmp_path)
+def place(tmp_path: Path) -> AgentWorkplace:
+    return make_workplace(tmp_path)
 
 
 # ── what is in it ─────────────────────────────────────────────────────────────
 
 
-async def test_everything_an_agent_does_to_files_arrives(place: Workplace) -> None:
+async def test_everything_an_agent_does_to_files_arrives(place: AgentWorkplace) -> None:
     left = place.left
     (left / "a.py").write_bytes(b"a = 2\r\nno end of line")
     (left / "deep/b.py").unlink()
@@ -44,7 +44,7 @@ async def test_everything_an_agent_does_to_files_arrives(place: Workplace) -> No
     assert (place.clean / "outside").is_symlink(), "a link stays a link"
 
 
-async def test_what_was_committed_staged_or_only_written_is_all_one_work(place: Workplace) -> None:
+async def test_what_was_committed_staged_or_only_written_is_all_one_work(place: AgentWorkplace) -> None:
     (place.left / "committed.py").write_text("1\n")
     git(place.left, "checkout", "--quiet", "-b", "fix")
     git(place.left, "add", "--all")
@@ -63,14 +63,14 @@ async def test_what_was_committed_staged_or_only_written_is_all_one_work(place: 
     ], "the agent's own index is as it was"
 
 
-async def test_names_that_are_no_text_arrive(place: Workplace) -> None:
+async def test_names_that_are_no_text_arrive(place: AgentWorkplace) -> None:
     (place.left / os.fsdecode(b"caf\xe9 \xff")).write_text("odd\n")
     found = await place.carried()
     assert [os.fsencode(path) for path in found.paths] == [b"caf\xe9 \xff"]
     assert place.differ() == []
 
 
-async def test_a_mode_alone_is_work_too(place: Workplace) -> None:
+async def test_a_mode_alone_is_work_too(place: AgentWorkplace) -> None:
     (place.left / "a.py").chmod(0o755)
     found = await place.carried()
     assert b"new mode 100755" in found.content
@@ -78,7 +78,7 @@ async def test_a_mode_alone_is_work_too(place: Workplace) -> None:
 
 
 async def test_what_the_image_had_lying_about_is_no_work_of_the_agent(tmp_path: Path) -> None:
-    made = workplace(tmp_path)
+    made = make_workplace(tmp_path)
     (made.clean / "a.py").write_text("a = 'set by the image'\n")
     (made.clean / "built.so").write_bytes(b"\0elf")
     (made.left / "a.py").unlink()
@@ -95,7 +95,7 @@ async def test_what_the_image_had_lying_about_is_no_work_of_the_agent(tmp_path: 
 
 
 async def test_a_base_commit_before_the_images_last_one_asks_for_the_agents_work_only(
-    place: Workplace,
+    place: AgentWorkplace,
 ) -> None:
     """SWE-bench's images have a commit of their own on top of the instance's."""
     base = git(place.clean, "rev-parse", "HEAD")
@@ -108,7 +108,7 @@ async def test_a_base_commit_before_the_images_last_one_asks_for_the_agents_work
     assert place.differ() == []
 
 
-async def test_a_repository_made_anew_in_each_container_is_one_all_the_same(place: Workplace) -> None:
+async def test_a_repository_made_anew_in_each_container_is_one_all_the_same(place: AgentWorkplace) -> None:
     """By the task's own prepare steps, at another time: its commits have other names."""
     (place.left / ".git").rename(place.left.parent / "aside")
     git(place.left, "init", "--quiet")
@@ -119,7 +119,7 @@ async def test_a_repository_made_anew_in_each_container_is_one_all_the_same(plac
     assert (await place.carried()).paths == ("a.py",)
 
 
-async def test_leftovers_and_ignored_files_stay_out(place: Workplace) -> None:
+async def test_leftovers_and_ignored_files_stay_out(place: AgentWorkplace) -> None:
     for name in (
         "__pycache__/x.txt",
         "deep/__pycache__/y.txt",
@@ -147,7 +147,7 @@ async def test_work_in_a_submodule_arrives_in_its_folder(tmp_path: Path) -> None
     git(library, "init", "--quiet")
     git(library, "add", "--all")
     git(library, "commit", "--quiet", "--message", "library")
-    made = workplace(tmp_path)
+    made = make_workplace(tmp_path)
     git(made.clean, "submodule", "--quiet", "add", str(library), "vendor/lib")
     git(made.clean, "commit", "--quiet", "--message", "with a library")
     place = copied_again(made)
@@ -159,14 +159,14 @@ async def test_work_in_a_submodule_arrives_in_its_folder(tmp_path: Path) -> None
     assert place.differ() == []
 
 
-def copied_again(made: Workplace) -> Workplace:
+def copied_again(made: AgentWorkplace) -> AgentWorkplace:
     made.left.rename(made.left.with_name("older"))
     return copied(made.clean)
 
 
 @pytest.mark.parametrize("commits", [True, False])
 async def test_a_repository_the_agent_made_inside_is_a_folder_of_its_work(
-    place: Workplace, commits: bool
+    place: AgentWorkplace, commits: bool
 ) -> None:
     inner = place.left / "project"
     (inner / "src").mkdir(parents=True)
@@ -186,7 +186,7 @@ async def test_a_repository_the_agent_made_inside_is_a_folder_of_its_work(
 # ── an agent against it ───────────────────────────────────────────────────────
 
 
-async def test_no_program_of_the_agents_git_is_run(place: Workplace, tmp_path: Path) -> None:
+async def test_no_program_of_the_agents_git_is_run(place: AgentWorkplace, tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     program = tmp_path / "trap.sh"
     program.write_text(f"#!/bin/sh\necho $0 >> {trap}\ncat\n")
@@ -235,10 +235,10 @@ async def test_no_program_of_the_agents_git_is_run(place: Workplace, tmp_path: P
     ],
 )
 async def test_no_setting_of_the_agents_git_changes_its_patch(
-    place: Workplace, setting: tuple[str, str]
+    place: AgentWorkplace, setting: tuple[str, str]
 ) -> None:
     plain = await place.patch()
-    assert isinstance(plain, Unusable)
+    assert isinstance(plain, UnusablePatch)
     (place.left / "a.py").write_bytes(b"a = 2\r\n")
     (place.left / "deep/b.py").rename(place.left / "deep/c.py")
     before = await place.patch()
@@ -249,7 +249,7 @@ async def test_no_setting_of_the_agents_git_changes_its_patch(
     assert len(before.paths) == 3
 
 
-async def test_no_variable_of_the_images_changes_a_patch(place: Workplace) -> None:
+async def test_no_variable_of_the_images_changes_a_patch(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     (place.left / "deep/b.py").write_text("b = 2\n")
     names = {
@@ -260,13 +260,13 @@ async def test_no_variable_of_the_images_changes_a_patch(place: Workplace) -> No
         "GIT_CONFIG_KEY_0": "x",
     }
     left, clean = (ShellRuntime(folder=folder, image_env=names) for folder in (place.left, place.clean))
-    of = Repository(folder=TESTBED, exclude=("deep/*",))
+    of = Repository(folder=TESTBED_PATH, exclude=("deep/*",))
     done = await moved(left, clean, of)
     assert isinstance(done, Patch), done
     assert (done.paths, done.applied_by) == (("a.py",), "git")
 
 
-async def test_no_commit_of_an_inner_repository_is_in_a_patch(place: Workplace) -> None:
+async def test_no_commit_of_an_inner_repository_is_in_a_patch(place: AgentWorkplace) -> None:
     inner = place.left / "inner"
     inner.mkdir()
     (inner / "two\nlines").write_text("x\n")
@@ -281,14 +281,14 @@ async def test_no_commit_of_an_inner_repository_is_in_a_patch(place: Workplace) 
 @pytest.mark.parametrize(
     "damage", ["[core\n", "[include]\npath = /dev/zero\n", "[extensions]\nobjectFormat = sha512\n"]
 )
-async def test_a_broken_config_breaks_nothing(place: Workplace, damage: str) -> None:
+async def test_a_broken_config_breaks_nothing(place: AgentWorkplace, damage: str) -> None:
     (place.left / ".git/config").write_text(damage)
     (place.left / "a.py").write_text("a = 2\n")
     assert (await place.carried()).paths == ("a.py",)
 
 
 @pytest.mark.parametrize("damage", ["gone", "file", "link", "loop", "objects", "again"])
-async def test_a_damaged_repository_is_a_sentence(place: Workplace, tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_repository_is_a_sentence(place: AgentWorkplace, tmp_path: Path, damage: str) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     kept = place.left / ".git"
     kept.rename(tmp_path / "aside")
@@ -306,11 +306,11 @@ async def test_a_damaged_repository_is_a_sentence(place: Workplace, tmp_path: Pa
             git(place.left, "add", "--all")
             git(place.left, "commit", "--quiet", "--message", "all new, the work in it")
     found = await place.patch()
-    assert isinstance(found, Unusable)
+    assert isinstance(found, UnusablePatch)
     assert "no git repository" in found.reason or "does not hold the base" in found.reason
 
 
-async def test_a_moved_git_folder_and_a_worktree_are_followed(place: Workplace, tmp_path: Path) -> None:
+async def test_a_moved_git_folder_and_a_worktree_are_followed(place: AgentWorkplace, tmp_path: Path) -> None:
     (place.left / ".git").rename(tmp_path / "elsewhere")
     (place.left / ".git").write_text("gitdir: ../elsewhere\n")
     (place.left / "a.py").write_text("a = 2\n")
@@ -318,9 +318,9 @@ async def test_a_moved_git_folder_and_a_worktree_are_followed(place: Workplace, 
 
 
 async def test_a_patch_is_bounded_and_a_dump_stays_out(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
+    place: AgentWorkplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patches, "PATCH_BYTES", 64 << 10)
+    monkeypatch.setattr(patches, "MAX_PATCH_BYTES", 64 << 10)
     monkeypatch.setattr(patches, "FILE_BYTES", 32 << 10)
     (place.left / "core dump [1]").write_bytes(os.urandom(40 << 10))
     (place.left / "core").write_bytes(os.urandom(4 << 10))
@@ -331,7 +331,7 @@ async def test_a_patch_is_bounded_and_a_dump_stays_out(
     for number in range(4):
         (place.left / f"part{number}").write_bytes(os.urandom(30 << 10))
     over = await place.patch()
-    assert isinstance(over, Unusable)
+    assert isinstance(over, UnusablePatch)
     assert "more than 0 MiB" in over.reason
 
 
@@ -356,7 +356,7 @@ async def test_files_are_the_bytes_they_are_whatever_attributes_say(tmp_path: Pa
         "odd.txt": b"\xff\xfea\0\n\0",
         "odd2.txt": b"$Id$\r\nx\r\n",
     }
-    place = workplace(tmp_path, {"a.py": b"a = 1\r\n"})
+    place = make_workplace(tmp_path, {"a.py": b"a = 1\r\n"})
     for folder in (place.clean, place.left):
         for name, text in content.items():
             (folder / name).write_bytes(text)
@@ -368,19 +368,19 @@ async def test_files_are_the_bytes_they_are_whatever_attributes_say(tmp_path: Pa
 
 
 async def test_line_ends_that_a_checkout_made_are_no_work(tmp_path: Path) -> None:
-    place = workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
+    place = make_workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
     for folder in (place.clean, place.left):
         (folder / "run.bat").unlink()
         git(folder, "checkout", "run.bat")
         assert (folder / "run.bat").read_bytes() == b"one\r\ntwo\r\n"
-    assert await place.patch() == Unusable(reason="the agent changed nothing")
+    assert await place.patch() == UnusablePatch(reason="the agent changed nothing")
     (place.left / "run.bat").write_bytes(b"one\r\ntwo\r\nthree\r\n")
     await place.carried()
     assert place.differ() == []
 
 
 async def test_polars_patch_of_such_a_file_is_put_on_too(tmp_path: Path) -> None:
-    place = workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
+    place = make_workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
     for folder in (place.clean, place.left):
         (folder / "run.bat").unlink()
         git(folder, "checkout", "run.bat")
@@ -389,20 +389,20 @@ async def test_polars_patch_of_such_a_file_is_put_on_too(tmp_path: Path) -> None
     assert place.differ() == []
 
 
-async def test_nothing_changed_is_said_so(place: Workplace) -> None:
-    assert await place.patch() == Unusable(reason="the agent changed nothing")
+async def test_nothing_changed_is_said_so(place: AgentWorkplace) -> None:
+    assert await place.patch() == UnusablePatch(reason="the agent changed nothing")
     (place.left / "a.pyc").write_text("x")
-    assert await place.patch() == Unusable(reason="the agent changed nothing")
+    assert await place.patch() == UnusablePatch(reason="the agent changed nothing")
 
 
-async def test_time_is_bounded(place: Workplace) -> None:
-    of = Repository(folder=TESTBED, within_s=1.0)
+async def test_time_is_bounded(place: AgentWorkplace) -> None:
+    of = Repository(folder=TESTBED_PATH, within_s=1.0)
     os.mkfifo(place.left / ".git/objects/info/alternates")  # whoever reads it waits for ever
     ended = await patches._run(place.runtimes[0], of, git(place.clean, "rev-parse", "HEAD^{tree}"), b"")
     assert patches._failure(ended, of, "") == "it took longer than 1 s"
 
 
-async def test_nothing_is_left_in_tmp(place: Workplace) -> None:
+async def test_nothing_is_left_in_tmp(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     before = {name for name in os.listdir("/tmp") if name.startswith("polarnode-patch.")}
     await place.carried()
@@ -412,37 +412,39 @@ async def test_nothing_is_left_in_tmp(place: Workplace) -> None:
 # ── a command of the task's own, and putting a patch on ───────────────────────
 
 
-async def test_polars_own_command_is_run_as_it_is(place: Workplace) -> None:
+async def test_polars_own_command_is_run_as_it_is(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     (place.left / "deep/b.py").write_text("b = 2\n")
     (place.left / "untracked.py").write_text("1\n")
     found = await place.patch(command="git diff --binary --submodule=diff", exclude=("deep/*",))
     assert isinstance(found, Patch)
     assert found.paths == ("a.py",), "what it does not say it does not get"
-    assert await place.patch(command="echo sorry >&2; exit 3") == Unusable(
+    assert await place.patch(command="echo sorry >&2; exit 3") == UnusablePatch(
         reason="the patch command ended with exit code 3: sorry"
     )
 
 
 async def test_a_patch_that_fits_roughly_is_put_on_by_patch(tmp_path: Path) -> None:
-    place = workplace(tmp_path, {"a.py": b"1\n2\n3\nold\n5\n6\n7\n"})
+    place = make_workplace(tmp_path, {"a.py": b"1\n2\n3\nold\n5\n6\n7\n"})
     fuzzy = (
         b"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1,7 +1,7 @@\n one\n 2\n 3\n-old\n+new\n 5\n"
         b" 6\n seven\n"
     )
-    done = await apply(place.runtimes[1], Patch(content=fuzzy), Repository(folder=TESTBED))
+    done = await apply(place.runtimes[1], Patch(content=fuzzy), Repository(folder=TESTBED_PATH))
     assert isinstance(done, Patch)
     assert done.applied_by == "patch"
     assert (place.clean / "a.py").read_text() == "1\n2\n3\nnew\n5\n6\n7\n"
 
 
-async def test_a_patch_that_does_not_fit_changes_nothing_outside(place: Workplace, tmp_path: Path) -> None:
+async def test_a_patch_that_does_not_fit_changes_nothing_outside(
+    place: AgentWorkplace, tmp_path: Path
+) -> None:
     evil = (
         b"diff --git a/../escaped b/../escaped\nnew file mode 100644\n--- /dev/null\n+++ b/../escaped\n@@"
         b" -0,0 +1 @@\n+x\n"
     )
-    done = await apply(place.runtimes[1], Patch(content=evil), Repository(folder=TESTBED))
-    assert isinstance(done, Unusable)
+    done = await apply(place.runtimes[1], Patch(content=evil), Repository(folder=TESTBED_PATH))
+    assert isinstance(done, UnusablePatch)
     assert "does not apply to a clean /testbed" in done.reason
     assert not (tmp_path / "escaped").exists()
 
@@ -471,16 +473,16 @@ async def test_a_patch_forged_in_the_agents_container_changes_nothing_that_is_ke
     tmp_path: Path, forged: str
 ) -> None:
     """Its git, or what it found instead of git in its PATH, may have written anything."""
-    place = workplace(tmp_path, {"a.py": b"1\n", "tests/t.py": b"strict\n"})
+    place = make_workplace(tmp_path, {"a.py": b"1\n", "tests/t.py": b"strict\n"})
     honest = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-1\n+2\n"
-    of = Repository(folder=TESTBED, exclude=("tests/*",))
+    of = Repository(folder=TESTBED_PATH, exclude=("tests/*",))
     done = await apply(place.runtimes[1], Patch(content=(honest + FORGED[forged]).encode()), of)
-    assert isinstance(done, Unusable)
+    assert isinstance(done, UnusablePatch)
     assert "it changes what is not the agent's to change" in done.reason
 
 
 async def test_what_is_kept_out_may_be_anything_and_stays(tmp_path: Path) -> None:
-    place = workplace(
+    place = make_workplace(
         tmp_path,
         {
             "a.py": b"1\n",
@@ -494,7 +496,9 @@ async def test_what_is_kept_out_may_be_anything_and_stays(tmp_path: Path) -> Non
     (place.left / "tests/data").write_text("mine")
     found = await place.patch(exclude=("tests/*",))
     assert isinstance(found, Patch)
-    done = await apply(place.runtimes[1], found, Repository(folder=TESTBED, exclude=("tests/*", "*.nothing")))
+    done = await apply(
+        place.runtimes[1], found, Repository(folder=TESTBED_PATH, exclude=("tests/*", "*.nothing"))
+    )
     assert isinstance(done, Patch), done
     assert (place.clean / "a.py").read_text() == "2\n"
 
@@ -538,38 +542,40 @@ def test_git_and_we_read_the_same_names(tmp_path_factory: pytest.TempPathFactory
 
 
 def test_scripts_call_git_with_nothing_of_ours() -> None:
-    for script in (patches.TREE, patches.EXTRACT, patches.APPLY):
+    for script in (patches.TREE, patches.EXTRACT_SCRIPT, patches.APPLY_SCRIPT):
         assert "GIT_CONFIG_NOSYSTEM=1" in script
 
 
 # ── of a session that is evaluated again ──────────────────────────────────────
 
 
-async def test_a_patch_that_was_kept_takes_the_place_of_a_repository_that_was_not(place: Workplace) -> None:
+async def test_a_patch_that_was_kept_takes_the_place_of_a_repository_that_was_not(
+    place: AgentWorkplace,
+) -> None:
     (place.left / "a.py").write_text("a = 3\n")
     (place.left / "excluded.py").write_text("not the agent's\n")
     found = await place.patch()
     assert isinstance(found, Patch)
     clean = place.runtimes[1]
-    of = Repository(folder=TESTBED, exclude=("excluded.py",))
+    of = Repository(folder=TESTBED_PATH, exclude=("excluded.py",))
     shape = finished(clean, {}, left=Gone(why="it is gone", workdir="/work"))
-    again = evolve(shape, kept=Kept(patch=found.content))
+    again = evolve(shape, kept=KeptWork(patch=found.content))
     carried = await patches.carried(again, of)
     assert isinstance(carried, Patch)
     assert carried.paths == ("a.py",)
     assert (place.clean / "a.py").read_text() == "a = 3\n"
     assert not (place.clean / "excluded.py").exists()
-    for kept in (Kept(), Kept(folder="/work")):
+    for kept in (KeptWork(), KeptWork(folder="/work")):
         with pytest.raises(
             EvaluatorError, match=r"/testbed of the session was not kept, nor its whole patch: set"
         ):
             await patches.carried(evolve(shape, kept=kept), of)
 
 
-async def test_a_repository_that_was_kept_is_read_as_at_first(place: Workplace) -> None:
+async def test_a_repository_that_was_kept_is_read_as_at_first(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 3\n")
     left, clean = place.runtimes
-    again = evolve(finished(clean, {}, left=left), kept=Kept(folder="/", patch=b"no patch at all"))
-    carried = await patches.carried(again, Repository(folder=TESTBED))
+    again = evolve(finished(clean, {}, left=left), kept=KeptWork(folder="/", patch=b"no patch at all"))
+    carried = await patches.carried(again, Repository(folder=TESTBED_PATH))
     assert isinstance(carried, Patch)
     assert carried.paths == ("a.py",)

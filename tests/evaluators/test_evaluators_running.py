@@ -109,7 +109,7 @@ async def test_an_image_without_timeout_runs_it_all_the_same(shell: ShellRuntime
     for name in ("sh", "bash", "cat"):
         (tmp_path / name).symlink_to(f"/bin/{name}")
     ended = await shell.run(
-        ["sh", "-c", contract.WITHIN, "sh", "5", "600", contract.FROM_INPUT],
+        ["sh", "-c", contract.TIMED_SCRIPT, "sh", "5", "600", contract.RUN_STDIN_SCRIPT],
         env={"PATH": str(tmp_path)},
         stdin=b"echo $BASH_VERSION; cat /dev/null; exit 3",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluators_kit import Workplace, finished, workplace
+from evaluators_kit import AgentWorkplace, finished, make_workplace
 from shell_runtime import ShellRuntime, git
 from swebench_instances import DJANGO, FAILS, MOTO, PASSES, django_log
 
@@ -280,11 +280,11 @@ FIXED = "def add(a, b):\n    return a + b\n"
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Workplace:
-    return workplace(tmp_path, FILES)
+def place(tmp_path: Path) -> AgentWorkplace:
+    return make_workplace(tmp_path, FILES)
 
 
-def instance_of(place: Workplace, **more: Json) -> dict[str, Json]:
+def instance_of(place: AgentWorkplace, **more: Json) -> dict[str, Json]:
     return {
         "instance_id": "local__calc-1",
         "repo": "local/calc",
@@ -296,7 +296,7 @@ def instance_of(place: Workplace, **more: Json) -> dict[str, Json]:
     }
 
 
-async def judged(place: Workplace, instance: dict[str, Json] | None = None, **more: Json) -> Verdict:
+async def judged(place: AgentWorkplace, instance: dict[str, Json] | None = None, **more: Json) -> Verdict:
     left, clean = (InItsFolder(folder=folder) for folder in (place.left, place.clean))
     own: dict[str, Json] = {
         "instance": instance or instance_of(place),
@@ -323,7 +323,7 @@ class InItsFolder(ShellRuntime):
         return super()._here(text).replace("/tmp/polarnode-eval", str(self.folder.parent / "eval"))
 
 
-async def test_a_fix_is_resolved_by_the_instances_own_tests(place: Workplace) -> None:
+async def test_a_fix_is_resolved_by_the_instances_own_tests(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     verdict = await judged(place)
     assert verdict.reward == 1.0, verdict.metrics
@@ -331,7 +331,7 @@ async def test_a_fix_is_resolved_by_the_instances_own_tests(place: Workplace) ->
     assert not (place.left / "tests/test_new.py").exists(), "an agent's container sees no test"
 
 
-async def test_a_row_with_a_script_of_its_own_is_run_by_it(place: Workplace) -> None:
+async def test_a_row_with_a_script_of_its_own_is_run_by_it(place: AgentWorkplace) -> None:
     script = (
         "#!/bin/bash\nset -uxo pipefail\ncd /testbed\ngit apply -v - <<'EOF_1'\n"
         f"{TEST_PATCH}\nEOF_1\n: '>>>>> Start Test Output'\n{PYTEST}\n: '>>>>> End Test Output'\ngit status\n"
@@ -342,7 +342,7 @@ async def test_a_row_with_a_script_of_its_own_is_run_by_it(place: Workplace) -> 
     assert verdict.reward == 1.0, verdict.metrics
 
 
-async def test_a_break_elsewhere_is_not_resolved(place: Workplace) -> None:
+async def test_a_break_elsewhere_is_not_resolved(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text("def add(a, b):\n    return 3\n")
     verdict = await judged(place)
     assert verdict.reward == 0.0
@@ -355,7 +355,7 @@ async def test_a_break_elsewhere_is_not_resolved(place: Workplace) -> None:
 
 @pytest.mark.parametrize("fix", [True, False])
 async def test_a_test_of_the_agents_where_the_instances_comes_is_left_out(
-    place: Workplace, fix: bool
+    place: AgentWorkplace, fix: bool
 ) -> None:
     """Else the instance's own tests would not go on, and the agent's would be run in their place."""
     (place.left / "tests/test_new.py").write_text("def test_adds():\n    pass\n")
@@ -368,7 +368,7 @@ async def test_a_test_of_the_agents_where_the_instances_comes_is_left_out(
 
 
 @pytest.mark.parametrize("instead", ["link", "file"])
-async def test_a_link_where_the_tests_have_a_folder_is_seen(place: Workplace, instead: str) -> None:
+async def test_a_link_where_the_tests_have_a_folder_is_seen(place: AgentWorkplace, instead: str) -> None:
     """The instance's tests would not go on there, and those behind the link would be run."""
     patch = TEST_PATCH.replace("tests/test_new.py", "tests/deep/er/test_new.py")
     (place.left / "mine/er").mkdir(parents=True)
@@ -382,7 +382,7 @@ async def test_a_link_where_the_tests_have_a_folder_is_seen(place: Workplace, in
     assert "not the agent's to change" in str(verdict.metrics["reason"])
 
 
-async def test_a_link_there_is_seen_whoever_put_it_there(place: Workplace, tmp_path: Path) -> None:
+async def test_a_link_there_is_seen_whoever_put_it_there(place: AgentWorkplace, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     patch = TEST_PATCH.replace("tests/test_new.py", "ignored/test_new.py")
     for folder in (place.clean, place.left):
@@ -395,11 +395,11 @@ async def test_a_link_there_is_seen_whoever_put_it_there(place: Workplace, tmp_p
     )
 
 
-async def test_no_work_is_worth_nothing(place: Workplace) -> None:
+async def test_no_work_is_worth_nothing(place: AgentWorkplace) -> None:
     assert (await judged(place)).metrics == {"resolved": False, "reason": "the agent changed nothing"}
 
 
-async def test_an_agent_without_a_repository_is_worth_nothing(place: Workplace) -> None:
+async def test_an_agent_without_a_repository_is_worth_nothing(place: AgentWorkplace) -> None:
     shutil.rmtree(place.left / ".git")
     verdict = await judged(place)
     assert (verdict.reward, verdict.metrics["reason"]) == (
@@ -408,7 +408,7 @@ async def test_an_agent_without_a_repository_is_worth_nothing(place: Workplace) 
     )
 
 
-async def test_an_image_of_another_instance_is_an_error(place: Workplace) -> None:
+async def test_an_image_of_another_instance_is_an_error(place: AgentWorkplace) -> None:
     with pytest.raises(
         EvaluatorError,
         match="the image and the task do not fit: the repository at /testbed does not hold the base 0000000",
@@ -418,7 +418,7 @@ async def test_an_image_of_another_instance_is_an_error(place: Workplace) -> Non
         )
 
 
-async def test_tests_that_do_not_fit_the_image_are_an_error(place: Workplace) -> None:
+async def test_tests_that_do_not_fit_the_image_are_an_error(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     wrong = TEST_PATCH.replace("new file mode 100644\n--- /dev/null", "--- a/tests/test_new.py").replace(
         "@@ -0,0 +1,5 @@", "@@ -1,1 +1,6 @@\n gone"

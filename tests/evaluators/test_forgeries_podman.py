@@ -13,7 +13,7 @@ from evaluators_kit import finished
 from podman_parts import LIFETIME_S, SMALL
 
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.core.conversation import Json
 from polarnode.core.ports import Runtime
 from polarnode.evaluators import command, harbor, program_cases
@@ -140,7 +140,7 @@ async def done(runtime: Runtime, script: str) -> None:
 
 
 @asynccontextmanager
-async def pair(runtimes: Runtimes) -> AsyncIterator[tuple[PodmanRuntime, PodmanRuntime]]:
+async def pair(runtimes: NodeRuntimes) -> AsyncIterator[tuple[PodmanRuntime, PodmanRuntime]]:
     """The agent's container and a clean one."""
     async with (
         runtimes.open(SMALL, session_id="agent", lifetime_s=LIFETIME_S) as left,
@@ -154,7 +154,7 @@ async def judged(runtime: PodmanRuntime, config: dict[str, Json], left: PodmanRu
     return (await command.evaluate(finished(runtime, config, left))).reward
 
 
-async def test_no_attack_forges_a_test_that_runs_apart(runtimes: Runtimes) -> None:
+async def test_no_attack_forges_a_test_that_runs_apart(runtimes: NodeRuntimes) -> None:
     rewards: dict[str, tuple[float, float]] = {}
     async with pair(runtimes) as (left, clean):
         for name, attack in {**HONEST, **ATTACKS}.items():
@@ -211,7 +211,7 @@ usage: as-agent PROGRAM [ARGUMENT...]
 """
 
 
-async def test_a_test_apart_gets_bounded_output_and_exit_codes(runtimes: Runtimes) -> None:
+async def test_a_test_apart_gets_bounded_output_and_exit_codes(runtimes: NodeRuntimes) -> None:
     config: dict[str, Json] = {
         "script": f"exec 2>&1\n{ASKS}",
         "separate": {"plain_files": ["fifo", "big"], "program_timeout": 3.0},
@@ -225,7 +225,7 @@ async def test_a_test_apart_gets_bounded_output_and_exit_codes(runtimes: Runtime
         assert not await left.busy()
 
 
-async def test_a_harbor_test_runs_apart(runtimes: Runtimes) -> None:
+async def test_a_harbor_test_runs_apart(runtimes: NodeRuntimes) -> None:
     config: dict[str, Json] = {
         "tests": {
             "test.sh": 'test "$(as-agent ./program)" = "$(cat $TEST_DIR/expected)";'
@@ -274,7 +274,7 @@ CASES: Mapping[str, tuple[str, dict[str, Json], str | None]] = {
 }
 
 
-async def test_a_case_is_judged_by_its_outputs_alone(runtimes: Runtimes) -> None:
+async def test_a_case_is_judged_by_its_outputs_alone(runtimes: NodeRuntimes) -> None:
     failed: dict[str, str | None] = {}
     async with runtimes.open(SMALL, session_id="cases", lifetime_s=LIFETIME_S) as runtime:
         for name, (leaves, case, _) in CASES.items():

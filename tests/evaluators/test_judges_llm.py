@@ -10,7 +10,7 @@ import pytest
 from fakes_runtime import MemoryRuntime
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_kit import SaidJudge, error, judged_by, says
+from judge_kit import ScriptedJudge, error, judged_by, says
 from rewards_kit import edited, finished, quiet, session
 from session_kit import agent, town
 
@@ -18,7 +18,7 @@ from polarnode.core.conversation import Json, TextPart
 from polarnode.core.errors import EvaluatorError, Refused
 from polarnode.core.task import EvaluatorSpec
 from polarnode.evaluators import judging, registry
-from polarnode.evaluators.contract import Allowed
+from polarnode.evaluators.contract import AllowedNames
 from polarnode.evaluators.judging import (
     CriterionConfig,
     CriterionScore,
@@ -26,10 +26,10 @@ from polarnode.evaluators.judging import (
     Rubric,
     answers,
     json_of,
-    list_of,
+    list_schema,
     question,
+    read_rubric,
     read_scores,
-    rubric_of,
 )
 
 CRITERIA: Json = [
@@ -62,7 +62,7 @@ def test_a_reward_is_the_weighted_mean_of_scores_on_their_scales(works: float, t
 
 def test_the_form_is_whole_and_closed() -> None:
     """Every object names all its properties as required and allows no other: what strict endpoints demand."""
-    rubric = rubric_of("r", [CriterionConfig(name="a"), CriterionConfig(name="b")])
+    rubric = read_rubric("r", [CriterionConfig(name="a"), CriterionConfig(name="b")])
 
     def walk(schema: Any) -> None:
         if schema.get("type") == "object":
@@ -74,7 +74,7 @@ def test_the_form_is_whole_and_closed() -> None:
             walk(schema["items"])
 
     walk(rubric.schema())
-    walk(list_of(rubric.schema(), "turn"))
+    walk(list_schema(rubric.schema(), "turn"))
     one: Any = rubric.schema()["properties"]
     assert list(one["criteria"]["properties"]["a"]["properties"]) == [
         "reason",
@@ -89,8 +89,8 @@ def test_an_engine_that_constrains_takes_the_form(several: bool) -> None:
     """
     grammars = pytest.importorskip("xgrammar")
     accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
-    rubric = rubric_of(None, [CriterionConfig(name="works"), CriterionConfig(name="a-b_2")])
-    form = list_of(rubric.schema(), "turn") if several else rubric.schema()
+    rubric = read_rubric(None, [CriterionConfig(name="works"), CriterionConfig(name="a-b_2")])
+    form = list_schema(rubric.schema(), "turn") if several else rubric.schema()
     grammar = grammars.Grammar.from_json_schema(json.dumps(form))
     one: Any = json.loads(scores(**{"works": 7.5, "a-b_2": 0}))
     assert accepts(
@@ -141,7 +141,9 @@ def test_an_engine_that_constrains_takes_the_form(several: bool) -> None:
     ],
 )
 def test_an_answer_that_does_not_fit_is_none(value: Json, words: str) -> None:
-    rubric = rubric_of(None, [CriterionConfig(name="works"), CriterionConfig(name="tidy", scale=(1.0, 5.0))])
+    rubric = read_rubric(
+        None, [CriterionConfig(name="works"), CriterionConfig(name="tidy", scale=(1.0, 5.0))]
+    )
     with pytest.raises(Refused, match=words.replace(".", r"\.")):
         read_scores(rubric, value)
 
@@ -194,7 +196,7 @@ def asked(text: str) -> JudgeRequest[float]:
 
 
 async def test_what_does_not_fit_is_asked_once_more_with_what_was_wrong() -> None:
-    judge = SaidJudge(["1", "nine", "2", "3"])
+    judge = ScriptedJudge(["1", "nine", "2", "3"])
     told = await answers(judge, [asked("a"), asked("b"), asked("c")])
     assert (told.found, told.misfits) == ((1.0, 3.0, 2.0), 1)
     first, again = judge.asked[1], judge.asked[3]
@@ -205,7 +207,7 @@ async def test_what_does_not_fit_is_asked_once_more_with_what_was_wrong() -> Non
 
 
 async def test_what_fits_neither_time_is_an_error_with_the_judges_words() -> None:
-    judge = SaidJudge(["nine", '"ten"' + "x" * 900])
+    judge = ScriptedJudge(["nine", '"ten"' + "x" * 900])
     with pytest.raises(EvaluatorError, match="did not the first time") as raised:
         await answers(judge, [asked("a")])
     assert "xxx" in str(raised.value)
@@ -221,7 +223,7 @@ def config(**more: Json) -> dict[str, Json]:
 
 
 async def test_a_session_is_scored() -> None:
-    judge = SaidJudge([scores(works=8, tidy=2)])
+    judge = ScriptedJudge([scores(works=8, tidy=2)])
     turns = session("I look", "fixed it")
     found = await judging.evaluate(finished(turns, config(), judge=judge))
     assert found.reward == pytest.approx((3 * 0.8 + 0.25) / 4)
@@ -234,7 +236,7 @@ async def test_what_the_judge_reads() -> None:
     """The rubric stands outside the fence and above it, the session inside, the form in words and as a
     schema.
     """
-    judge = SaidJudge([scores(works=8, tidy=2)])
+    judge = ScriptedJudge([scores(works=8, tidy=2)])
     runtime = quiet(MemoryRuntime(files={"/work/out": b"kiwi"}))
     seen = finished(
         session("I look", "fixed it"),
@@ -249,7 +251,7 @@ async def test_what_the_judge_reads() -> None:
     assert (asked.max_tokens, asked.temperature) == (99, 0.7)
     assert (
         asked.schema
-        == rubric_of("Be strict.", [CriterionConfig(name="works"), CriterionConfig(name="tidy")]).schema()
+        == read_rubric("Be strict.", [CriterionConfig(name="works"), CriterionConfig(name="tidy")]).schema()
     )
     for words in (
         "Be strict.",
@@ -274,7 +276,7 @@ async def test_what_the_judge_reads() -> None:
 
 
 async def test_a_rubric_alone_is_one_score() -> None:
-    judge = SaidJudge([scores(score=7)])
+    judge = ScriptedJudge([scores(score=7)])
     found = await judging.evaluate(
         finished(session("a"), {"judge": "j", "rubric": "Is it good?"}, judge=judge)
     )
@@ -282,7 +284,7 @@ async def test_a_rubric_alone_is_one_score() -> None:
 
 
 async def test_a_judge_that_gives_no_score_is_an_error_and_no_zero() -> None:
-    judge = SaidJudge(["I would say it is fine."])
+    judge = ScriptedJudge(["I would say it is fine."])
     with pytest.raises(EvaluatorError, match="I would say it is fine"):
         await judging.evaluate(finished(session("a"), config(), judge=judge))
     with pytest.raises(EvaluatorError, match="no judge is called k"):
@@ -299,11 +301,11 @@ async def test_what_an_agent_writes_to_its_judge_stays_evidence() -> None:
     """In its answers, in a file and in a tool's result, with the very mark that this session would have had
     without it.
     """
-    first = SaidJudge([scores(works=0, tidy=1)])
+    first = ScriptedJudge([scores(works=0, tidy=1)])
     await judging.evaluate(finished(session("I look"), config(), judge=first))
     guessed = str(first.asked[0].messages[0]["content"]).split("<<<")[1].split(" ")[0]
     attack = ATTACK.format(mark=guessed)
-    judge = SaidJudge([scores(works=0, tidy=1)])
+    judge = ScriptedJudge([scores(works=0, tidy=1)])
     runtime = quiet(MemoryRuntime(files={"/work/out": attack.encode()}))
     turns = edited(session("I look"), 0, parts=(TextPart(attack),))
     await judging.evaluate(finished(turns, config(show={"files": ["out"]}), judge=judge, runtime=runtime))
@@ -365,7 +367,7 @@ def test_a_node_without_judges_says_where_they_would_stand() -> None:
     with pytest.raises(Refused, match=r"it has none: they stand in its settings, \[judges\.NAME\]"):
         registry.find(spec, judges=frozenset())
     assert registry.find(spec).name == "llm_judge", "who does not know the node's judges refuses none"
-    assert not judging.evaluator(Allowed()).copies
+    assert not judging.evaluator(AllowedNames()).copies
 
 
 # ── a whole session, its judge over HTTP ──────────────────────────────────────
@@ -413,7 +415,7 @@ async def test_the_same_session_is_asked_about_in_the_same_words() -> None:
     """No randomness below the shell: a judge's cache, and whoever looks for the cause of a reward, sees one
     text.
     """
-    judge = SaidJudge([scores(works=8, tidy=2)])
+    judge = ScriptedJudge([scores(works=8, tidy=2)])
     for _ in range(2):
         await judging.evaluate(finished(session("I look"), config(), judge=judge))
     assert judge.asked[0] == judge.asked[1]

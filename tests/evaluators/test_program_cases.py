@@ -10,10 +10,10 @@ from evaluators_kit import finished
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ContentFault, EvaluatorError, Refused, SpoiltRuntime
-from polarnode.core.ports import LOST, Clock, Ended, Runtime, TimedEnd, TimedProgram
+from polarnode.core.ports import LOST, Clock, Ended, Runtime, TimedProgram, TimedResult
 from polarnode.core.trajectory import Verdict
 from polarnode.evaluators import program_cases
-from polarnode.evaluators.program_cases import Expected, difference
+from polarnode.evaluators.program_cases import ExpectedOutput, difference
 
 # ── comparison ────────────────────────────────────────────────────────────────
 
@@ -26,18 +26,18 @@ from polarnode.evaluators.program_cases import Expected, difference
         ("", ""),
         ("\n", ""),
         ("é\n", "é"),
-        ("x", Expected(text="x\n")),
-        ("x", Expected(exact="x")),
-        ("1 2.5\n-3e2", Expected(numbers=(1, 2.5, -300))),
-        ("0.30000000000000004", Expected(numbers=(0.3,))),
-        ("1000001", Expected(numbers=(1e6,), tolerance=1e-5)),
-        ("", Expected(numbers=())),
-        ('{"b": [1, true, null], "a": 0.1}', Expected(json={"a": 0.1, "b": [1.0, True, None]})),
-        ("1e30", Expected(json=1e30)),
-        ("ab12\n", Expected(pattern=r"ab\d+\s")),
+        ("x", ExpectedOutput(text="x\n")),
+        ("x", ExpectedOutput(exact="x")),
+        ("1 2.5\n-3e2", ExpectedOutput(numbers=(1, 2.5, -300))),
+        ("0.30000000000000004", ExpectedOutput(numbers=(0.3,))),
+        ("1000001", ExpectedOutput(numbers=(1e6,), tolerance=1e-5)),
+        ("", ExpectedOutput(numbers=())),
+        ('{"b": [1, true, null], "a": 0.1}', ExpectedOutput(json={"a": 0.1, "b": [1.0, True, None]})),
+        ("1e30", ExpectedOutput(json=1e30)),
+        ("ab12\n", ExpectedOutput(pattern=r"ab\d+\s")),
     ],
 )
-def test_what_is_expected_passes(output: str, expected: str | Expected) -> None:
+def test_what_is_expected_passes(output: str, expected: str | ExpectedOutput) -> None:
     assert difference(output.encode(), expected) is None
 
 
@@ -55,34 +55,34 @@ def test_what_is_expected_passes(output: str, expected: str | Expected) -> None:
         ("a\u200b".encode(), "a", "it differs in line 1"),
         (b"b\x1b[2Ka", "a", "it differs in line 1"),
         ("e\u0301".encode(), "\u00e9", "it differs in line 1"),
-        (b"x\n", Expected(exact="x"), "it differs"),
-        (b"1 2", Expected(numbers=(1.0,)), "it does not have fewer numbers"),
-        (b"1", Expected(numbers=(1.0, 2.0)), "it does not have more numbers"),
-        (b"1e999", Expected(numbers=(1.0,)), "number 1 differs"),
-        (b"1 nan", Expected(numbers=(1.0, 2.0)), "number 2 differs"),
-        (b"inf", Expected(numbers=(1.0,)), "number 1 differs"),
-        (b"1_0", Expected(numbers=(10.0,)), "number 1 differs"),
-        ("\u0661".encode(), Expected(numbers=(1.0,)), "number 1 differs"),
-        (b"1" + b"0" * 5000, Expected(numbers=(1.0,)), "number 1 differs"),
-        (b"1", Expected(json=True), "it differs"),
-        (b"[1, 2]", Expected(json=[1]), "it differs"),
-        (b'{"a": 1, "b": 2}', Expected(json={"a": 1}), "it differs"),
-        (b"NaN", Expected(json=1), "it is no JSON"),
-        (b"[" * 100_000, Expected(json=[1]), "it is no JSON"),
-        (b"xab", Expected(pattern="ab"), "the pattern does not match it"),
+        (b"x\n", ExpectedOutput(exact="x"), "it differs"),
+        (b"1 2", ExpectedOutput(numbers=(1.0,)), "it does not have fewer numbers"),
+        (b"1", ExpectedOutput(numbers=(1.0, 2.0)), "it does not have more numbers"),
+        (b"1e999", ExpectedOutput(numbers=(1.0,)), "number 1 differs"),
+        (b"1 nan", ExpectedOutput(numbers=(1.0, 2.0)), "number 2 differs"),
+        (b"inf", ExpectedOutput(numbers=(1.0,)), "number 1 differs"),
+        (b"1_0", ExpectedOutput(numbers=(10.0,)), "number 1 differs"),
+        ("\u0661".encode(), ExpectedOutput(numbers=(1.0,)), "number 1 differs"),
+        (b"1" + b"0" * 5000, ExpectedOutput(numbers=(1.0,)), "number 1 differs"),
+        (b"1", ExpectedOutput(json=True), "it differs"),
+        (b"[1, 2]", ExpectedOutput(json=[1]), "it differs"),
+        (b'{"a": 1, "b": 2}', ExpectedOutput(json={"a": 1}), "it differs"),
+        (b"NaN", ExpectedOutput(json=1), "it is no JSON"),
+        (b"[" * 100_000, ExpectedOutput(json=[1]), "it is no JSON"),
+        (b"xab", ExpectedOutput(pattern="ab"), "the pattern does not match it"),
         (
             b"a" * 70_000,
-            Expected(pattern="a*"),
+            ExpectedOutput(pattern="a*"),
             "it is longer than the 64 KiB that a pattern is compared with",
         ),
     ],
 )
-def test_what_is_not_expected_fails(output: bytes, expected: str | Expected, why: str) -> None:
+def test_what_is_not_expected_fails(output: bytes, expected: str | ExpectedOutput, why: str) -> None:
     assert difference(output, expected) == why
 
 
 def test_a_pattern_that_backtracks_is_ended() -> None:
-    found = difference(b"a" * 5000 + b"!", Expected(pattern="(a|a|b?a)+$"))
+    found = difference(b"a" * 5000 + b"!", ExpectedOutput(pattern="(a|a|b?a)+$"))
     assert found == "the pattern did not match it within 0.1 s"
 
 
@@ -124,7 +124,7 @@ class SaidClock:
 
     ran: list[TimedProgram] = field(factory=list)
 
-    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedEnd:
+    async def run(self, runtime: Runtime, program: TimedProgram) -> TimedResult:
         await trio.lowlevel.checkpoint()
         self.ran.append(program)
         if program.argv[0] == "raises":
@@ -132,11 +132,13 @@ class SaidClock:
                 "so"
             )
         if program.argv == ("late",):
-            return TimedEnd(ended=None, seconds=program.within_s)
+            return TimedResult(ended=None, seconds=program.within_s)
         if program.argv[0] == "sh":
-            return TimedEnd(ended=Ended(exit_code=0, stdout=b"", stderr=b""), seconds=0.0)
+            return TimedResult(ended=Ended(exit_code=0, stdout=b"", stderr=b""), seconds=0.0)
         code, stdout = program.argv
-        return TimedEnd(ended=Ended(exit_code=int(code), stdout=stdout.encode(), stderr=b"note"), seconds=1.0)
+        return TimedResult(
+            ended=Ended(exit_code=int(code), stdout=stdout.encode(), stderr=b"note"), seconds=1.0
+        )
 
     async def beside(self, work: Any, attend: Any) -> Any:
         raise NotImplementedError

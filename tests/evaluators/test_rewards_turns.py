@@ -11,8 +11,8 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from judge_kit import SaidJudge
-from rewards_kit import call, edited, finished, session, with_helper
+from judge_kit import ScriptedJudge
+from rewards_kit import call, edited, finished, helper_turns, session
 from session_kit import agent, town
 from trio.abc import Clock
 
@@ -22,7 +22,7 @@ from polarnode.core.ports import Question
 from polarnode.core.task import EvaluatorPart, EvaluatorSpec
 from polarnode.core.trajectory import Turn, Verdict
 from polarnode.evaluators import registry
-from polarnode.evaluators.contract import Allowed
+from polarnode.evaluators.contract import AllowedNames
 from polarnode.evaluators.turn_rewards import (
     BATCH,
     RULES,
@@ -33,7 +33,7 @@ from polarnode.evaluators.turn_rewards import (
     read_config,
 )
 
-KIT = Allowed(imports=("rewards_kit",), judges=frozenset({"j"}))
+KIT = AllowedNames(imports=("rewards_kit",), judges=frozenset({"j"}))
 
 
 async def verdict(
@@ -88,7 +88,7 @@ def test_a_turn_without_an_answer_is_not_an_empty_one() -> None:
 
 
 def test_side_calls_follow_no_rule() -> None:
-    assert list(counted(["each_turn"], with_helper())) == [1, 2, 3]
+    assert list(counted(["each_turn"], helper_turns())) == [1, 2, 3]
 
 
 async def test_rules_give_turns_what_they_are_worth() -> None:
@@ -127,10 +127,10 @@ async def test_a_sessions_reward_is_its_outcome_and_its_turns_each_times_its_wei
 
 async def test_a_lineages_traces_have_its_own_beside_the_outcome() -> None:
     found = await verdict(
-        with_helper(),
+        helper_turns(),
         {"rules": {"each_turn": -0.5}, "of": "lineage", "weights": {"outcome": 2.0, "turns": 1.0}},
     )
-    main, helper = with_helper()[1].lineage, with_helper()[2].lineage
+    main, helper = helper_turns()[1].lineage, helper_turns()[2].lineage
     assert found.lineage_rewards == {main: 2.0 - 1.0, helper: 2.0 - 0.5}
     assert (found.reward, found.turn_rewards) == (2.0 - 1.5, {})
 
@@ -146,7 +146,7 @@ async def test_a_session_without_turns_has_its_outcome_alone() -> None:
 
 async def test_a_function_gives_turns_or_lineages_their_rewards() -> None:
     turns = session("a", "b c d")
-    found = await verdict(turns, {"rewards": "rewards_kit:by_length"})
+    found = await verdict(turns, {"rewards": "rewards_kit:length_rewards"})
     assert found.turn_rewards == {0: len(turns[0].sampled) / 10, 1: len(turns[1].sampled) / 10}
     found = await verdict(
         turns, {"rewards": "rewards_kit:by_lineage", "of": "lineage", "weights": {"outcome": 0}}
@@ -156,7 +156,7 @@ async def test_a_function_gives_turns_or_lineages_their_rewards() -> None:
 
 async def test_what_several_say_of_a_turn_is_added_up() -> None:
     turns = session("a", "b")
-    found = await verdict(turns, {"rewards": "rewards_kit:by_length", "rules": {"each_turn": -1}})
+    found = await verdict(turns, {"rewards": "rewards_kit:length_rewards", "rules": {"each_turn": -1}})
     assert found.turn_rewards == {
         index: pytest.approx(len(turns[index].sampled) / 10 - 1) for index in (0, 1)
     }
@@ -165,9 +165,9 @@ async def test_what_several_say_of_a_turn_is_added_up() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("of_nobody", "a reward to turn 99, which this session has not: it has 0"),
+        ("unknown_turn_reward", "a reward to turn 99, which this session has not: it has 0"),
         ("no_mapping", "list as its turn rewards"),
-        ("falls", "rewards_kit:falls gave no rewards: 'mine'"),
+        ("raises_key_error", "rewards_kit:raises_key_error gave no rewards: 'mine'"),
     ],
 )
 async def test_a_function_that_gives_none_is_an_error(name: str, words: str) -> None:
@@ -195,7 +195,7 @@ def one(score: float) -> str:
 
 
 async def test_one_question_for_all_turns() -> None:
-    judge = SaidJudge([listed("turn", n1=10, n0=5)])
+    judge = ScriptedJudge([listed("turn", n1=10, n0=5)])
     found = await verdict(
         session("first", "second"),
         {"judge": {"judge": "j", "rubric": "Was it useful?"}, "total": "mean"},
@@ -221,7 +221,7 @@ async def test_one_question_for_each_turn() -> None:
         assert number is not None
         return one(int(number[1]) + 1)
 
-    judge = SaidJudge(says)
+    judge = ScriptedJudge(says)
     found = await verdict(
         session("first", "second", "third"), {"judge": {"judge": "j", "rubric": "r", "ask": "each"}}, judge
     )
@@ -238,7 +238,7 @@ async def test_many_questions_are_asked_some_at_a_time() -> None:
     """So that no session's questions are all written in one stretch of the node's loop."""
     batches: list[int] = []
 
-    class Counting(SaidJudge):
+    class Counting(ScriptedJudge):
         async def ask_each(self, questions: Sequence[Question]) -> list[str]:
             batches.append(len(questions))
             return [one(5)] * len(questions)
@@ -254,7 +254,7 @@ async def test_many_questions_are_asked_some_at_a_time() -> None:
 
 @pytest.mark.parametrize("ask", ["each", "together"])
 async def test_lineages_are_judged_each_by_its_own_turns(ask: str) -> None:
-    turns = with_helper()
+    turns = helper_turns()
     main, helper = turns[1].lineage, turns[2].lineage
 
     def says(question: Question) -> str:
@@ -262,7 +262,7 @@ async def test_lineages_are_judged_each_by_its_own_turns(ask: str) -> None:
             return listed("lineage", **{f"n{main}": 2, f"n{helper}": 4})
         return one(2 if f"Score lineage {main}." in str(question.messages[1]["content"]) else 4)
 
-    judge = SaidJudge(says)
+    judge = ScriptedJudge(says)
     said: dict[str, Json] = {
         "judge": {"judge": "j", "rubric": "r", "ask": ask},
         "of": "lineage",
@@ -277,7 +277,7 @@ async def test_lineages_are_judged_each_by_its_own_turns(ask: str) -> None:
 
 
 async def test_more_turns_than_may_be_judged_are_counted_and_not_guessed() -> None:
-    judge = SaidJudge([listed("turn", n0=1, n1=2)])
+    judge = ScriptedJudge([listed("turn", n0=1, n1=2)])
     found = await verdict(session(*"abcd"), {"judge": {"judge": "j", "rubric": "r", "most": 2}}, judge)
     metrics: Any = found.metrics["judged"]
     assert (found.turn_rewards, metrics["not_judged"]) == ({0: 0.1, 1: 0.2}, 2)
@@ -286,7 +286,7 @@ async def test_more_turns_than_may_be_judged_are_counted_and_not_guessed() -> No
 
 async def test_who_scores_all_turns_has_seen_each() -> None:
     numbers = {f"n{index}": 1.0 for index in range(12)}
-    judge = SaidJudge([listed("turn", **numbers)])
+    judge = ScriptedJudge([listed("turn", **numbers)])
     said: dict[str, Json] = {"judge": {"judge": "j", "rubric": "r", "max_chars": 3000}}
     await verdict(session(*("word " * 300 for _ in range(12))), said, judge)
     text = str(judge.asked[0].messages[1]["content"])
@@ -298,22 +298,22 @@ async def test_who_scores_all_turns_has_seen_each() -> None:
     "wrong", [listed("turn", n0=1), listed("turn", n0=1, n1=1, n2=1), json.dumps({"turns": []}), one(3)]
 )
 async def test_a_list_that_is_not_of_these_turns_does_not_fit(wrong: str) -> None:
-    judge = SaidJudge([wrong, listed("turn", n0=1, n1=2)])
+    judge = ScriptedJudge([wrong, listed("turn", n0=1, n1=2)])
     found = await verdict(session("a", "b"), {"judge": {"judge": "j", "rubric": "r"}}, judge)
     metrics: Any = found.metrics["judged"]
     assert (found.turn_rewards, metrics["misfits"]) == ({0: 0.1, 1: 0.2}, 1)
     with pytest.raises(EvaluatorError, match="did not the first time"):
-        await verdict(session("a", "b"), {"judge": {"judge": "j", "rubric": "r"}}, SaidJudge([wrong]))
+        await verdict(session("a", "b"), {"judge": {"judge": "j", "rubric": "r"}}, ScriptedJudge([wrong]))
 
 
 async def test_a_turn_scored_twice_does_not_fit() -> None:
     twice = json.dumps({"turns": json.loads(listed("turn", n0=1))["turns"] * 2})
     with pytest.raises(EvaluatorError, match=r"scores the turns \[0, 0\] and was asked for \[0\]"):
-        await verdict(session("a"), {"judge": {"judge": "j", "rubric": "r"}}, SaidJudge([twice]))
+        await verdict(session("a"), {"judge": {"judge": "j", "rubric": "r"}}, ScriptedJudge([twice]))
 
 
 async def test_a_session_without_turns_asks_nobody() -> None:
-    judge = SaidJudge(["never"])
+    judge = ScriptedJudge(["never"])
     config = read_config({"judge": {"judge": "j", "rubric": "r"}})
     assert config.judge is not None
     assert (await judge_rewards(finished((), judge=judge), config.judge, "turn")).rewards == {}
@@ -367,7 +367,7 @@ def test_a_config_that_can_not_work_is_refused_at_submission(said: Any, path: st
 async def test_a_function_the_node_does_not_allow_is_not_imported_when_it_judges_either() -> None:
     """A task that was taken under other settings, before a restart."""
     with pytest.raises(Refused, match="may not be imported by this node"):
-        await evaluator(Allowed()).evaluate(finished(session("a"), {"rewards": "rewards_kit:by_length"}))
+        await evaluator(AllowedNames()).evaluate(finished(session("a"), {"rewards": "rewards_kit:length_rewards"}))
 
 
 def test_the_defaults_are_the_ones_a_reader_would_guess() -> None:

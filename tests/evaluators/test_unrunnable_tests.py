@@ -9,7 +9,7 @@ import attrs
 import pytest
 import trio
 from evaluators_kit import finished
-from shell_runtime import TESTBED, ShellRuntime
+from shell_runtime import TESTBED_PATH, ShellRuntime
 
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Ended
@@ -64,10 +64,12 @@ async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> N
     assert verdict.reward == 0.0
     assert "run.sh, the agent's, ran jq-nosuch, which is not there" in str(verdict.metrics["reason"])
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
-        await scripted(tmp_path, run, f"{TESTBED}/run.sh")
+        await scripted(tmp_path, run, f"{TESTBED_PATH}/run.sh")
 
 
-@pytest.mark.parametrize("run", ["./app", "cd . && ./app", "if true; then ./app; fi", f"{TESTBED}/app a"])
+@pytest.mark.parametrize(
+    "run", ["./app", "cd . && ./app", "if true; then ./app; fi", f"{TESTBED_PATH}/app a"]
+)
 async def test_a_program_chooses_no_missing_test(tmp_path: Path, run: str) -> None:
     (tmp_path / "app").write_text("#!/bin/sh\nexit 127\n")
     (tmp_path / "app").chmod(0o755)
@@ -75,14 +77,14 @@ async def test_a_program_chooses_no_missing_test(tmp_path: Path, run: str) -> No
     assert verdict.reward == 0.0
     assert "app, the agent's, which ended with exit code 127" in str(verdict.metrics["reason"])
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
-        await scripted(tmp_path, f"cat ./app >/dev/null; pytest-nosuch 2>{TESTBED}/log")
+        await scripted(tmp_path, f"cat ./app >/dev/null; pytest-nosuch 2>{TESTBED_PATH}/log")
 
 
 async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
     check = tmp_path / "check.sh"
     check.write_text("true\n")  # the mode that runs it was forgotten
     done = finished(ShellRuntime(folder=tmp_path), {"script": "./check.sh"})
-    given = {f"{TESTBED}/check.sh": FileSpec(path="check.sh", text="true\n")}
+    given = {f"{TESTBED_PATH}/check.sh": FileSpec(path="check.sh", text="true\n")}
     with pytest.raises(EvaluatorError, match=NOT_EXECUTED):
         await command.evaluate(attrs.evolve(done, brought=given))
 
@@ -101,7 +103,7 @@ async def test_spoilt_files_of_the_task_fail_it(tmp_path: Path, run: str, act: s
     check = tmp_path / "check.sh"
     check.write_text(GIVEN)
     check.chmod(0o755)
-    path = f"{TESTBED}/check.sh"
+    path = f"{TESTBED_PATH}/check.sh"
     with pytest.raises(EvaluatorError, match="jq-nosuch"):
         await scripted(tmp_path, run, path)
     await trio.run_process(act, shell=True, cwd=tmp_path)
@@ -113,7 +115,7 @@ async def test_spoilt_files_of_the_task_fail_it(tmp_path: Path, run: str, act: s
 
 
 async def test_a_zero_written_first_is_no_judgement(tmp_path: Path) -> None:
-    reward = f"{TESTBED}/reward"
+    reward = f"{TESTBED_PATH}/reward"
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
         await scripted(tmp_path, "echo 0 > reward; pytest-nosuch && echo 1 > reward", reward_file=reward)
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
@@ -152,8 +154,8 @@ async def test_programs_that_runc_misses(tmp_path: Path) -> None:
 
 
 async def test_unrunnable_harbor_tests(tmp_path: Path) -> None:
-    folders = {"tests_target": f"{TESTBED}/tests", "verifier_dir": f"{TESTBED}/logs"}
-    zero = f"echo 0 > {TESTBED}/logs/reward.txt\npytest-nosuch\n"
+    folders = {"tests_target": f"{TESTBED_PATH}/tests", "verifier_dir": f"{TESTBED_PATH}/logs"}
+    zero = f"echo 0 > {TESTBED_PATH}/logs/reward.txt\npytest-nosuch\n"
     for tests in ({"test.sh": zero}, {"test.sh": "pytest-nosuch\n"}, {"run-tests.sh": "pytest-nosuch\n"}):
         with pytest.raises(EvaluatorError, match=NOT_FOUND):
             await harbor.evaluate(finished(ShellRuntime(folder=tmp_path), {"tests": tests, **folders}))
@@ -171,7 +173,7 @@ async def test_programs_of_cases(tmp_path: Path) -> None:
 
 async def test_a_patch_command_that_cannot_run(tmp_path: Path) -> None:
     runtime = ShellRuntime(folder=tmp_path)
-    of = patches.Repository(folder=TESTBED, command="git-nosuch diff")
+    of = patches.Repository(folder=TESTBED_PATH, command="git-nosuch diff")
     with pytest.raises(EvaluatorError, match="the patch command ended with exit code 127"):
         await patches.extract(runtime, runtime, of)
 
@@ -182,5 +184,7 @@ def test_output_without_tests(tmp_path: Path) -> None:
     )
     done = finished(ShellRuntime(folder=tmp_path), {})
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
-        on_output.ran_at_all(done, ran)
-    assert on_output.ran_at_all(done, attrs.evolve(ran, output=f"{ran.output}PASSED a.py::test_a\n")) == {}
+        on_output.require_statuses(done, ran)
+    assert (
+        on_output.require_statuses(done, attrs.evolve(ran, output=f"{ran.output}PASSED a.py::test_a\n")) == {}
+    )

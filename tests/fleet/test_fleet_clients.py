@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 import attrs
 import pytest
 from client_kit import KINDS, here, open_client
-from fleet_kit import fleet_here, hollow_task
+from fleet_kit import hollow_task, open_fleet_in_thread
 from hollow_node import NO_IMAGE
 from sources_kit import DATA
 
@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One of two hollow nodes on one log, for every test of this file."""
     folder = tmp_path_factory.mktemp("fleet")
     with here() as thread:
-        url = fleet_here(thread, folder, nodes=2, token=TOKEN)
+        url = open_fleet_in_thread(thread, folder, nodes=2, token=TOKEN)
         for name in ("node-0", "node-1"):
             (folder / name / name / "node.log").write_text(f"of {name}\n")
         yield url

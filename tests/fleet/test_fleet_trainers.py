@@ -19,7 +19,7 @@ import httpx
 import merge_toys
 import pytest
 from client_kit import free_port, here
-from fleet_kit import fleet_here, hollow_task
+from fleet_kit import hollow_task, open_fleet_in_thread
 from gym_models import AggregateMetrics, VerifyResponse, message_log
 
 from polarnode.client import PolarnodeClient
@@ -45,7 +45,7 @@ import_path = "session_kit:READS"
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One of two hollow nodes on one log, for every test of this file."""
     with here() as thread:
-        yield fleet_here(thread, tmp_path_factory.mktemp("fleet"), nodes=2, token=TOKEN)
+        yield open_fleet_in_thread(thread, tmp_path_factory.mktemp("fleet"), nodes=2, token=TOKEN)
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from ray_cluster import ENVIRONMENT
 
 from polarnode.client.asynchronous import AsyncPolarnodeClient
 from polarnode.fleet import ray_launcher
-from polarnode.fleet.ray_host import NodeRecord, began
+from polarnode.fleet.ray_host import NodeRecord, process_start
 from polarnode.fleet.ray_launcher import RayNodes, ray_nodes, stop_nodes
 from polarnode.fleet.ray_machines import RayOrder
-from polarnode.support.locks import lock_held
+from polarnode.support.locks import is_locked
 
 NAMES = ("m0", "m1", "m2")
 ORPHAN_S = 3.0
@@ -98,12 +98,14 @@ class RayFleet:
     def pids(self) -> dict[str, int]:
         """The nodes' processes that live."""
         found = {name: NodeRecord.read(self.folder / f"{name}.json") for name in NAMES}
-        return {name: each.pid for name, each in found.items() if each and began(each.pid) == each.began}
+        return {
+            name: each.pid for name, each in found.items() if each and process_start(each.pid) == each.began
+        }
 
     def holder(self, name: str) -> int:
         """The actor that holds a node's lifeline, 0 for none. The kernel lists its locks by inode."""
         file = self.folder / f"{name}.lock"
-        if file.exists() and lock_held(file):
+        if file.exists() and is_locked(file):
             for line in Path("/proc/locks").read_text().splitlines():
                 parts = line.split()
                 if parts[1] == "FLOCK" and parts[5].endswith(f":{file.stat().st_ino}"):
@@ -154,7 +156,7 @@ def incarnations(dsn: str) -> list[tuple[str, str]]:
 
 def end_nodes(folder: Path) -> None:
     for record in map(NodeRecord.read, folder.glob("*.json")):
-        if record is not None and began(record.pid) == record.began:
+        if record is not None and process_start(record.pid) == record.began:
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGKILL)
 
@@ -172,13 +174,13 @@ async def actor_killed(fleet: RayFleet) -> None:
 
 async def driver_killed(fleet: RayFleet) -> None:
     """The launcher starts another one, which finds the same actors."""
-    actors, starts = [*map(fleet.holder, NAMES)], fleet.nodes.starts
+    actors, starts = [*map(fleet.holder, NAMES)], fleet.nodes.driver_starts
     assert fleet.nodes.driver is not None
     fleet.nodes.driver.kill()
-    fleet.nodes.answered = trio.Event()
-    await until(lambda: fleet.nodes.starts > starts)
+    fleet.nodes.first_answer = trio.Event()
+    await until(lambda: fleet.nodes.driver_starts > starts)
     with trio.fail_after(60):
-        await fleet.nodes.answered.wait()
+        await fleet.nodes.first_answer.wait()
     assert [*map(fleet.holder, NAMES)] == actors
 
 

@@ -20,20 +20,20 @@ from polarnode.cli import main
 from polarnode.core.codec.json import read_json, structure
 from polarnode.core.errors import ConfigError
 from polarnode.fleet import ray_host, ray_hosts, ray_launcher
-from polarnode.fleet.ray_host import NodeHost, NodeRecord, began
+from polarnode.fleet.ray_host import NodeHost, NodeRecord, process_start
 from polarnode.fleet.ray_launcher import ray_nodes
 from polarnode.fleet.ray_machines import (
-    LABEL,
-    RESOURCE,
+    HOST_RESOURCE,
+    NAME_LABEL,
     HostOrder,
     RayMachine,
     RayNews,
     RayOrder,
-    machines,
+    find_machines,
+    machine_refusal,
     node_arguments,
-    refusal,
 )
-from polarnode.support.locks import lock_held, take_lock
+from polarnode.support.locks import is_locked, take_lock
 
 PROGRAM = """
 import http.server, sys
@@ -72,31 +72,33 @@ def test_a_machine_has_a_node_when_it_lives_and_has_gpus() -> None:
     head = listed("head", Resources={"CPU": 8.0})
     half = listed("half", Resources={"GPU": 4.0})
     found = [head, half, listed("b"), listed("a"), listed("dead", alive=False)]
-    assert names(machines(found, wants(8))) == ["a", "b"]
-    assert names(machines(found, wants(4))) == ["a", "b", "half"]
-    assert names(machines(found, wants(0))) == ["a", "b", "half", "head"]
+    assert names(find_machines(found, wants(8))) == ["a", "b"]
+    assert names(find_machines(found, wants(4))) == ["a", "b", "half"]
+    assert names(find_machines(found, wants(0))) == ["a", "b", "half", "head"]
 
 
 def test_marked_machines_alone_have_nodes_where_any_is_marked() -> None:
-    marked = listed("m", Resources={RESOURCE: 1.0}, Labels={LABEL: "gpu-7"})
-    gone = listed("gone", alive=False, Resources={RESOURCE: 1.0})
-    (found,) = machines([listed("a"), marked, gone], wants(8))
+    marked = listed("m", Resources={HOST_RESOURCE: 1.0}, Labels={NAME_LABEL: "gpu-7"})
+    gone = listed("gone", alive=False, Resources={HOST_RESOURCE: 1.0})
+    (found,) = find_machines([listed("a"), marked, gone], wants(8))
     assert (found.name, found.marked, found.ray_id, found.host) == ("gpu-7", True, "id-m", "10.0.0.5")
-    assert names(machines([listed("a"), gone], wants(8))) == ["a"], "nobody knows what a dead machine had"
-    assert machines([listed("a"), gone], evolve(wants(8), marked=True)) == []
+    assert names(find_machines([listed("a"), gone], wants(8))) == ["a"], (
+        "nobody knows what a dead machine had"
+    )
+    assert find_machines([listed("a"), gone], evolve(wants(8), marked=True)) == []
 
 
 def test_a_machine_that_cannot_have_a_node_is_one_sentence() -> None:
-    (machine,) = machines([listed("a")], wants(8))
-    assert refusal(machine, "t") is None
-    assert "set POLARNODE_TOKEN" in (refusal(machine, None) or "")
-    assert refusal(evolve(machine, host="127.0.0.1"), None) is None
+    (machine,) = find_machines([listed("a")], wants(8))
+    assert machine_refusal(machine, "t") is None
+    assert "set POLARNODE_TOKEN" in (machine_refusal(machine, None) or "")
+    assert machine_refusal(evolve(machine, host="127.0.0.1"), None) is None
     for name in ("", "..", "a/b"):
-        assert LABEL in (refusal(evolve(machine, name=name), "t") or "")
+        assert NAME_LABEL in (machine_refusal(evolve(machine, name=name), "t") or "")
 
 
 def test_a_node_gets_its_address_its_gpus_and_the_options() -> None:
-    (machine,) = machines([listed("a")], wants(8))
+    (machine,) = find_machines([listed("a")], wants(8))
     order = RayOrder(address="auto", gpus_per_node=8, folder="/x", options=("--model", "/m"), token="t")
     found = node_arguments(HostOrder(machine=machine, order=order), 8080, "/x/a")
     assert found == (
@@ -142,7 +144,7 @@ def ended_by_record(folder: Path) -> Iterator[None]:
         yield
     finally:
         record = NodeRecord.read(folder / "m.json")
-        if record is not None and began(record.pid) == record.began:
+        if record is not None and process_start(record.pid) == record.began:
             with suppress(ProcessLookupError):
                 os.kill(record.pid, signal.SIGKILL)
 
@@ -151,9 +153,9 @@ def lose(actor: NodeHost) -> None:
     """As the kernel does when an actor is killed: its lock is free, its node lives."""
     actor._ending.set()
     actor._thread.join()
-    assert actor._held is not None
-    actor._held.close()
-    actor._held = None
+    assert actor._lifeline_lock is not None
+    actor._lifeline_lock.close()
+    actor._lifeline_lock = None
 
 
 def test_an_actor_starts_a_node_and_the_next_one_adopts_it(tmp_path: Path) -> None:
@@ -165,14 +167,14 @@ def test_an_actor_starts_a_node_and_the_next_one_adopts_it(tmp_path: Path) -> No
         assert report.digest == order.order.digest
         second = NodeHost(order)
         until(lambda: second.look().url == report.url, "a second actor gives the same address")
-        assert second._held is None, "the lifeline is the first one's"
+        assert second._lifeline_lock is None, "the lifeline is the first one's"
         lose(first)
-        until(lambda: second._held is not None, "it takes the lifeline")
+        until(lambda: second._lifeline_lock is not None, "it takes the lifeline")
         assert second.look().pid == report.pid
         second.stop()
         first.stop()  # it reaps its child
-        assert not lock_held(tmp_path / "m.json")
-        assert began(report.pid) != NodeRecord.read(tmp_path / "m.json").began  # type: ignore[union-attr]
+        assert not is_locked(tmp_path / "m.json")
+        assert process_start(report.pid) != NodeRecord.read(tmp_path / "m.json").began  # type: ignore[union-attr]
 
 
 def test_a_node_that_is_killed_is_started_again_at_its_address(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_a_node_gets_its_secrets_by_the_environment(tmp_path: Path, monkeypatch:
         pid = until(lambda: actor.look().pid, "a record")
         assert b"secret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert log.stat().st_mode & 0o077 == 0
-        assert lock_held(tmp_path / "m.lock")
+        assert is_locked(tmp_path / "m.lock")
         actor.stop()
 
 
@@ -222,7 +224,7 @@ def test_two_starts_at_once_are_one_node(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "polarnode.fleet.ray_host", str(tmp_path / "m.json"), "http://127.0.0.1:1"]
     found = subprocess.run([*argv, sys.executable, "-c", ""], timeout=60)
     held.close()
-    assert found.returncode == ray_host.TAKEN
+    assert found.returncode == ray_host.EXIT_TAKEN
     assert NodeRecord.read(tmp_path / "m.json") is None, "it wrote nothing"
 
 
@@ -257,7 +259,7 @@ async def test_a_driver_that_dies_is_started_again(tmp_path: Path, monkeypatch: 
             (tmp_path / "driver.py.crash").touch()
             assert nodes.driver is not None
             nodes.driver.kill()
-            while nodes.starts < 4:  # noqa: ASYNC110
+            while nodes.driver_starts < 4:  # noqa: ASYNC110
                 await trio.sleep(0.02)
             assert nodes.urls == {"m": "http://127.0.0.1:1"}
 
@@ -294,7 +296,7 @@ async def test_a_driver_that_hangs_or_babbles_is_replaced(
     for each in (ONE_LINE, program):
         with a_driver(monkeypatch, tmp_path, each) as order, trio.fail_after(60):
             async with ray_nodes(order, tmp_path) as nodes:
-                while nodes.starts < 3:  # noqa: ASYNC110
+                while nodes.driver_starts < 3:  # noqa: ASYNC110
                     await trio.sleep(0.02)
 
 
@@ -310,20 +312,22 @@ def test_the_driver_looks_again_after_an_actor_failed(monkeypatch: pytest.Monkey
     order = RayOrder(address="auto", gpus_per_node=8, folder="/x", token="t")
     driver = ray_hosts.RayDriver(order=order)
     cluster = [listed("a"), listed("b/c")]
-    assert driver.step(cluster, 0.0).problems["a"] == "its actor: the name is taken"
-    assert LABEL in driver.step(cluster, 0.5).problems["b/c"]
-    marked = listed("m", Resources={RESOURCE: 1.0})
-    assert not driver.step(cluster, 2.0).marked
+    assert driver.poll_cluster(cluster, 0.0).problems["a"] == "its actor: the name is taken"
+    assert NAME_LABEL in driver.poll_cluster(cluster, 0.5).problems["b/c"]
+    marked = listed("m", Resources={HOST_RESOURCE: 1.0})
+    assert not driver.poll_cluster(cluster, 2.0).marked
     assert asked == ["a", "a"]
-    assert driver.step([], 3.0) == RayNews()
-    assert driver.step([marked], 4.0).marked
-    assert driver.step(cluster, 9.0) == RayNews(marked=True), "no machine takes the place of a marked one"
+    assert driver.poll_cluster([], 3.0) == RayNews()
+    assert driver.poll_cluster([marked], 4.0).marked
+    assert driver.poll_cluster(cluster, 9.0) == RayNews(marked=True), (
+        "no machine takes the place of a marked one"
+    )
 
 
 def test_a_line_of_the_driver_is_read_as_written() -> None:
     news = RayNews(nodes={"a": "http://a:1"}, problems={"b": "x"})
     with open(os.devnull, "r+b") as sink:
-        ray_hosts._write(sink, news)
+        ray_hosts._write_news(sink, news)
     assert structure(read_json(b'{"nodes": {"a": "http://a:1"}, "problems": {"b": "x"}}'), RayNews) == news
 
 

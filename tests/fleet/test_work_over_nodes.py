@@ -15,7 +15,7 @@ import trio
 from attrs import evolve
 from callback_kit import open_receiver
 from fleet_kit import hollow_nodes, hollow_task
-from log_kit import claim, die, end, join, keys, open_postgres, submit
+from log_kit import claim, end, expire_node, join, keys, open_postgres, submit
 from postgres_kit import Cluster, running_cluster
 
 from polarnode.api import callbacks
@@ -27,7 +27,7 @@ from polarnode.journal.log.port import Log
 from polarnode.rollouts import evaluations as module
 from polarnode.rollouts import scheduler as scheduling
 from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.fork_nodes import ForkElsewhere, ForkNodes
+from polarnode.rollouts.forks import ForkElsewhere, ForkNodes
 from polarnode.support.concurrency import open_background
 
 
@@ -59,10 +59,10 @@ async def test_another_node_sends_after_the_lease(dsn: str, monkeypatch: pytest.
         node = await join(first, "a")
         await submit(first, "t", callback_url=receiver.url)
         (held,) = await claim(first, node)
-        await first.finish(held, end(held))
+        await first.finish_claim(held, end(held))
         receiver.manner = "hang"
         async with open_callbacks(first):
-            await receiver.until_asked(1)
+            await receiver.wait_asked(1)
         receiver.manner = "take"
         async with open_callbacks(second) as sender:
             await receiver.until(3)
@@ -73,7 +73,7 @@ async def test_another_node_sends_after_the_lease(dsn: str, monkeypatch: pytest.
 
 
 async def _none_pending(log: Log) -> bool:
-    return not (await log.callback_counts()).pending
+    return not (await log.count_callbacks()).pending
 
 
 async def test_two_nodes_send_each_event_once(dsn: str) -> None:
@@ -83,7 +83,7 @@ async def test_two_nodes_send_each_event_once(dsn: str) -> None:
             for number in range(10):
                 await submit(first, f"t{number}", callback_url=receiver.url)
                 (held,) = await claim(first, node)
-                await first.finish(held, end(held))
+                await first.finish_claim(held, end(held))
             await receiver.until(30)
             await until(lambda: _none_pending(first))
         assert set(receiver.counts.values()) == {1}
@@ -98,7 +98,7 @@ async def test_two_nodes_send_each_event_once(dsn: str) -> None:
 async def test_evaluation_of_a_lost_node_is_finished(
     dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TAKE_S", 0.05)
+    monkeypatch.setattr(module, "TAKE_OVER_INTERVAL_S", 0.05)
     async with (
         open_postgres(dsn) as first,
         open_postgres(dsn) as second,
@@ -108,7 +108,7 @@ async def test_evaluation_of_a_lost_node_is_finished(
         lost, alive = await join(first, "a"), await join(second, "b")
         await submit(first, "t", evaluator=kit.task(evaluator="WHOLE").evaluator)
         (held,) = await claim(first, lost)
-        await first.finish(held, end(held))
+        await first.finish_claim(held, end(held))
         evaluations = Evaluations(
             services=town.scheduler.services,
             journal=journal,
@@ -121,7 +121,7 @@ async def test_evaluation_of_a_lost_node_is_finished(
             await first.submit_evaluation(
                 spec, {"t-0": None}, evaluation_id="e", idempotency_key=None, incarnation=lost, now=1.0
             )
-            await die(second, lost)
+            await expire_node(second, lost)
 
             async def finished() -> bool:
                 found = await first.evaluation("e")
@@ -231,7 +231,7 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
         assert await here.elsewhere(replay) == "a", "its turns are not in the log yet"
         with pytest.raises(ForkElsewhere, match="node a, which has session t-0"):
             await here.insist_here(replay)
-        await first.finish(held, end(held, turns=3))
+        await first.finish_claim(held, end(held, turns=3))
         await here.insist_here(replay)
         found = await here.parent(replay)
         assert found is not None
@@ -245,7 +245,7 @@ async def test_fork_that_belongs_elsewhere_is_given_back(
     dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs no retry, and this node leaves its place to the other one for a while."""
-    monkeypatch.setattr(scheduling, "AVOIDED_S", 600.0)
+    monkeypatch.setattr(scheduling, "AVOID_PLACE_S", 600.0)
     async with (
         open_postgres(dsn) as log,
         open_journal(tmp_path / "journal.sqlite", now=lambda: 9.0) as journal,
@@ -269,8 +269,8 @@ async def test_fork_that_belongs_elsewhere_is_given_back(
                 return "attempt:f-0" in await keys(log)
 
             await until(given_back)
-            assert not await log.claim(scheduler._offer(10)), "it takes it no more"
+            assert not await log.claim(scheduler._make_offer(10)), "it takes it no more"
             (theirs,) = await claim(log, other)
             assert (theirs.task_id, theirs.attempt, theirs.retries) == ("f", 1, 0)
             assert asked == ["root"]
-            await log.finish(theirs, end(theirs))
+            await log.finish_claim(theirs, end(theirs))

@@ -15,7 +15,7 @@ from fakes_engine import ScriptedEngine
 from fuzz_json import anything, mutated, repeated_keys, torn
 from fuzz_kit import Target, check_sentence, play, run
 from hypothesis import strategies as st
-from plane_kit import Asgi, Stage, answers, stage
+from plane_kit import AsgiClient, Stage, answers, stage
 from tokens_kit import model
 
 FOLDER = Path(__file__).parents[1] / "data" / "providers"
@@ -323,8 +323,8 @@ def inputs(api: Api) -> st.SearchStrategy[tuple[str, bytes, tuple[int, ...]]]:
 # ── the property ──────────────────────────────────────────────────────────────
 
 
-async def answered(here: Stage, path: str, body: bytes, cuts: tuple[int, ...] = ()) -> Asgi:
-    asgi = Asgi()
+async def answered(here: Stage, path: str, body: bytes, cuts: tuple[int, ...] = ()) -> AsgiClient:
+    asgi = AsgiClient()
     with trio.move_on_after(STUCK) as scope:
         await asgi.request(here.app, path, body, cuts=cuts)
     assert not scope.cancelled_caught, "the answer never came to its end"
@@ -332,7 +332,7 @@ async def answered(here: Stage, path: str, body: bytes, cuts: tuple[int, ...] = 
     return asgi
 
 
-def checked(here: Stage, api: Api, asgi: Asgi) -> None:
+def checked(here: Stage, api: Api, asgi: AsgiClient) -> None:
     """An answer that ended, or a refusal that helps; and turns only for answers."""
     if asgi.status == 200:
         if b"event-stream" in dict(asgi.sent[0]["headers"])[b"content-type"]:

@@ -15,9 +15,20 @@ from hypothesis import strategies as st
 from journal_samples import make_trajectory
 
 from polarnode.client import requests, streams
-from polarnode.client.requests import Ask, ClientRequest, Close, Give, Open, Read, Running, Script, Sleep, ask
-from polarnode.client.scripts import Follower, Following, Patience
-from polarnode.client.streams import Acks, Collector, Groups, events, objects
+from polarnode.client.requests import (
+    Ask,
+    ClientRequest,
+    Close,
+    Open,
+    Read,
+    Running,
+    Script,
+    SleepFor,
+    YieldValue,
+    ask,
+)
+from polarnode.client.scripts import Following, RetryPatience, StreamFollower
+from polarnode.client.streams import Acknowledgements, Collector, GroupStream, events, objects
 from polarnode.client.values import ClientError, Event, Unreachable, read_error
 from polarnode.core.codec.trajectories import trajectory_json
 from polarnode.core.cursors import Cursor
@@ -57,7 +68,7 @@ class Server:
             case Read():
                 self.now += 0.1
                 return next(self._pieces, b"")
-            case Sleep(seconds):
+            case SleepFor(seconds):
                 assert 0 <= seconds <= PATIENCE_S
                 self.now += seconds
         return None
@@ -70,10 +81,12 @@ class Server:
                 command = running.next()
                 if command is None:
                     return given, None
-                if isinstance(command, Give):
+                if isinstance(command, YieldValue):
                     given.append(command.value)
                 try:
-                    running.answered(None if isinstance(command, Give | Close) else self.answer(command))
+                    running.answered(
+                        None if isinstance(command, YieldValue | Close) else self.answer(command)
+                    )
                 except PolarnodeError as error:
                     running.failed(error)
         except (ClientError, Unreachable, Refused) as error:
@@ -148,13 +161,13 @@ def read_stream(value: tuple[bytes, tuple[int, ...], int, str, bool], *, grouped
     def now() -> float:
         return server.now
 
-    follower = Follower(
+    follower = StreamFollower(
         following=Following(path="/v1/trajectories/stream", after=None, goes_on=goes_on),
-        patience=Patience(PATIENCE_S, now),
+        patience=RetryPatience(PATIENCE_S, now),
     )
-    acks = Acks(consumer=None, patience_s=PATIENCE_S, now=now)
+    acks = Acknowledgements(consumer=None, patience_s=PATIENCE_S, now=now)
     script = (
-        Groups(
+        GroupStream(
             follower=follower,
             acks=acks,
             collector=Collector(),

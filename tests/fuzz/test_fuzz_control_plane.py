@@ -15,7 +15,7 @@ import h11
 import pytest
 import trio
 from attrs import frozen
-from captures_kit import Desk, open_desk
+from captures_kit import Desk, open_capture_node
 from client_kit import Here, here, publish
 from fakes_engine import ScriptedEngine
 from fuzz_json import anything, mutated, repeated_keys, torn, torn_bytes
@@ -47,7 +47,7 @@ def opened() -> Opened:
     atexit.register(stack.close)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     found = stack.enter_context(here())
-    desk = found.open(open_desk(folder, ScriptedEngine(context_length=CONTEXT)))
+    desk = found.open(open_capture_node(folder, ScriptedEngine(context_length=CONTEXT)))
     for name in ("a", "b"):
         found.do(_publish, desk, name)
     return Opened(here=found, desk=desk)
@@ -55,7 +55,7 @@ def opened() -> Opened:
 
 async def _publish(desk: Desk, name: str) -> None:
     publish(desk.journal, name)
-    await desk.journal.flushed()
+    await desk.journal.flush()
 
 
 # ── requests ──────────────────────────────────────────────────────────────────

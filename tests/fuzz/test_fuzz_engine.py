@@ -20,7 +20,7 @@ from fakes_engine import joined, order
 from fuzz_json import ODD
 from fuzz_kit import Target, play, run
 from hypothesis import strategies as st
-from plane_kit import Asgi, spelled, stage
+from plane_kit import AsgiClient, spelled, stage
 from tokens_kit import model
 
 from polarnode.core.errors import EngineError
@@ -29,15 +29,15 @@ from polarnode.engine.host import Host
 from polarnode.engine.protocol import (
     _CODES,
     _FIELDS,
-    MAX_FRAME,
+    MAX_FRAME_BYTES,
     Abort,
     Done,
     Failed,
-    Fatal,
+    HostFatal,
     Load,
     Piece,
     Ready,
-    Routed,
+    RoutedRows,
 )
 from polarnode.engine.settings import EngineSettings
 
@@ -77,7 +77,7 @@ ALTERNATIVES = piece(
     alternative_ids=array("i", [1, 2]).tobytes(),
     alternative_logprobs=array("f", [-1, -2]).tobytes(),
 )
-EXPERTS = Routed(rid=RID, start=0, layers=1, top_k=1, wide=False, data=b"\1")
+EXPERTS = RoutedRows(rid=RID, start=0, layers=1, top_k=1, wide=False, data=b"\1")
 GOOD: tuple[Any, ...] = (
     *WHOLE,
     ALTERNATIVES,
@@ -87,7 +87,7 @@ GOOD: tuple[Any, ...] = (
     Load(running=1, waiting=0, token_usage=0.5, weight_version="0"),
     READY,
     Abort(rid=RID),
-    Fatal(message="out of memory"),
+    HostFatal(message="out of memory"),
 )
 BYTES = st.binary(max_size=12) | st.sampled_from(
     (
@@ -138,7 +138,7 @@ def streams(draw: st.DrawFn) -> bytes:
             place = draw(st.integers(0, len(sent)))
             return sent[:place] + draw(st.binary(min_size=1, max_size=6)) + sent[place:]
         case "long":
-            return sent + (MAX_FRAME + 1).to_bytes(4, "big") + b"x"
+            return sent + (MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"x"
     return sent
 
 
@@ -240,7 +240,7 @@ async def asked(sent: bytes) -> None:
     """
     engine = HostileEngine(sent=sent)
     here = stage(engine, context=CONTEXT)
-    asgi = Asgi()
+    asgi = AsgiClient()
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "hi"}],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fuzz_kit import Target, play, watched
 from hypothesis import strategies as st
-from syntax_kit import CALLS, LOOK, THOUGHTS, TOYS, Toy
+from syntax_kit import CALLS, LOOK, THOUGHTS, TOY_MODELS, ToyModel
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import TextDelta, ThinkingDelta, ToolCall
@@ -20,7 +20,7 @@ STOP = ("STOP", "\n\n\n")
 
 def pieces_of(name: str) -> list[str]:
     """What its output is made of: whole calls, each mark, and parts of them."""
-    toy, call, thought = TOYS[name], CALLS.get(name, ""), THOUGHTS.get(name, "")
+    toy, call, thought = TOY_MODELS[name], CALLS.get(name, ""), THOUGHTS.get(name, "")
     parts = {text[start : start + 7] for text in (call, thought) for start in range(0, len(text), 7)}
     return [
         *(call, call * 3, thought, *toy.control, *sorted(parts)),
@@ -34,8 +34,8 @@ def outputs(draw: st.DrawFn) -> tuple[str, list[int], tuple[int, ...], bool, boo
     """A family, what its model sampled, where that is cut, and whether the prompt opened a thought and stop
     strings were asked for.
     """
-    name = draw(st.sampled_from(sorted(TOYS)))
-    toy = TOYS[name]
+    name = draw(st.sampled_from(sorted(TOY_MODELS)))
+    toy = TOY_MODELS[name]
     text = "".join(draw(st.lists(st.sampled_from(pieces_of(name)) | st.text(max_size=5), max_size=8)))
     sampled = list(toy.spelled(text.encode("utf-8", "replace").decode()))
     for _ in range(draw(st.integers(0, 3))):  # bytes that are no text, marks in odd places
@@ -45,7 +45,7 @@ def outputs(draw: st.DrawFn) -> tuple[str, list[int], tuple[int, ...], bool, boo
     return name, sampled, cuts, draw(st.booleans()), draw(st.booleans())
 
 
-def read(toy: Toy, parts: "list[array[int]]", thinking: bool, stop: bool) -> tuple[Any, str, str, int]:
+def read(toy: ToyModel, parts: "list[array[int]]", thinking: bool, stop: bool) -> tuple[Any, str, str, int]:
     """The answer, and the text, the thoughts and the number of calls that were streamed."""
     parser = toy.parser(opens_thinking=thinking, stop=STOP if stop else (), tools=(LOOK,))
     deltas = [delta for part in parts for delta in parser.feed(part)]
@@ -58,7 +58,7 @@ def read(toy: Toy, parts: "list[array[int]]", thinking: bool, stop: bool) -> tup
 
 def check(value: tuple[str, list[int], tuple[int, ...], bool, bool]) -> None:
     name, sampled, cuts, thinking, stop = value
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     places = [0, *cuts, len(sampled)]
     with watched(len(sampled)):
         whole = read(toy, [ids(sampled)], thinking, stop)

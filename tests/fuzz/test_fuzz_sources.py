@@ -32,7 +32,7 @@ from polarnode.engine.checkpoints import (
     manifest,
 )
 from polarnode.node.config import TINY_MODEL
-from polarnode.sources import Overrides, Unread, read_source
+from polarnode.sources import Overrides, UnreadTask, read_source
 
 SECRET = "OUTSIDE-OF-THE-FOLDER"
 OVERRIDES = Overrides(harness="pi")
@@ -240,7 +240,7 @@ def read_folder(value: tuple[str, bytes, tuple[int, str] | None, bool]) -> None:
                 check_sentence(str(error))
                 return
         for item in found:
-            if isinstance(item, Unread):
+            if isinstance(item, UnreadTask):
                 check_sentence(str(item.refused))
                 continue
             body = dump_json(task_json(item.spec))

@@ -19,10 +19,16 @@ from journal_samples import make_trajectory
 
 from polarnode.cli.main import main
 from polarnode.core.codec.json import dump_json, read_json
-from polarnode.core.codec.packing import FORMAT, pack_trajectory, pack_turn, unpack_trajectory, unpack_turn
+from polarnode.core.codec.packing import (
+    PACKED_FORMAT,
+    pack_trajectory,
+    pack_turn,
+    unpack_trajectory,
+    unpack_turn,
+)
 from polarnode.core.codec.trajectories import read_trajectory, trajectory_json
 from polarnode.core.errors import Refused
-from polarnode.journal.damage import Unreadable, decoding
+from polarnode.journal.damage import Unreadable, decode_boundary
 
 TRAJECTORY = make_trajectory("s1", turns=3)
 # a trace of no turn: its arrays are packed as they are
@@ -64,7 +70,7 @@ def rows(draw: st.DrawFn) -> tuple[str, bytes]:
         values = msgpack.unpackb(packed[1:], raw=False, strict_map_key=False, unicode_errors="surrogatepass")
         odd = draw(changed((values,)))
         try:
-            return kind, FORMAT + msgpack.packb(odd, unicode_errors="surrogatepass")
+            return kind, PACKED_FORMAT + msgpack.packb(odd, unicode_errors="surrogatepass")
         except (OverflowError, ValueError):  # an odd value that msgpack does not have
             return kind, packed
     return kind, draw(torn_bytes(packed))
@@ -75,7 +81,7 @@ def read_row(value: tuple[str, bytes]) -> None:
     kind, packed = value
     with watched(len(packed)):
         try:
-            with decoding():
+            with decode_boundary():
                 if kind == "turn":
                     unpack_turn(packed)
                 else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trio.testing
-from plane_kit import Asgi, spelled, stage
+from plane_kit import AsgiClient, spelled, stage
 from test_model_plane_calls import CALL, CHAT, GEMINI, HI, MESSAGES, RESPONSES, SCHEMA, TOOLS, scripted
 
 from polarnode.core.conversation import Sampling
@@ -51,7 +51,7 @@ async def test_length_is_said_beside_calls(
     said = CALL + HALF
     here = stage(scripted(f"{said} and more"), sampling=Sampling(max_tokens=len(spelled(*said.split("|")))))
     here.s1.calls_first = calls_first
-    asgi = Asgi()
+    asgi = AsgiClient()
     await asgi.request(here.app, path, json.dumps(BODIES[path]).encode())
     body = json.loads(asgi.body)
     assert told(path, body) == (ENDED if calls_first else CUT)[path]
@@ -64,7 +64,7 @@ async def test_length_is_said_beside_calls(
 async def test_malformed_call_is_noted(autojump_clock: trio.testing.MockClock) -> None:
     engine = scripted('<tool_call>|\n{"name": "look"}\n|</tool_call>|\nand |</tool_call>')
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     await asgi.request(here.app, CHAT, json.dumps(BODIES[CHAT]).encode())
     (turn,) = here.turns
     assert turn.answer.malformed_calls == 2

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import trio.testing
-from plane_kit import Asgi, HandEngine, Stage, served, stage
+from plane_kit import AsgiClient, HandEngine, Stage, served, stage
 from test_model_plane import HI, ask_chat
 
 from polarnode.core.errors import EngineRefusal
@@ -58,8 +58,8 @@ ASKED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-async def ask(here: Stage, path: str, body: dict[str, Any]) -> Asgi:
-    asgi = Asgi()
+async def ask(here: Stage, path: str, body: dict[str, Any]) -> AsgiClient:
+    asgi = AsgiClient()
     await asgi.request(here.app, path, json.dumps(body).encode())
     return asgi
 
@@ -107,7 +107,7 @@ async def test_refusal_within_opened_stream(
     """
     here = stage(engine)
     path, body, _ = ASKED[api]
-    asgi = Asgi()
+    asgi = AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, *_wire(*streamed(path, body)))
         await trio.sleep(5)

@@ -10,14 +10,15 @@ import pytest
 from attrs import evolve
 from exchange_kit import (
     ANTHROPIC,
+    BYTE_FAMILY,
     CALL,
     CALLED,
     CHAT,
     END,
-    FAMILY,
+    HI,
     REQUEST_ID,
     Bytes,
-    Scene,
+    ExchangeScene,
     chunk,
     order,
     rendered,
@@ -30,22 +31,21 @@ from polarnode.core.errors import EngineError, InvariantViolated, Refused
 from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import VersionSpan
 from polarnode.gateway.call_events import (
-    Abandon,
     Break,
+    ChunkProduced,
     ClientLeft,
+    CountRefusal,
     EndStream,
     EngineFailed,
     KeepResponse,
-    Produced,
     Quiet,
     RecordTurn,
-    Render,
     RequestRefused,
     Send,
     SessionEnded,
     StartGeneration,
 )
-from polarnode.gateway.machine import SESSION_OVER, Exchange
+from polarnode.gateway.machine import SESSION_OVER_FAULT, Exchange
 from polarnode.gateway.sample import Sample
 from polarnode.providers.contract import Dialect, Fault, Reply
 from polarnode.tokens.parser import Parser
@@ -54,9 +54,8 @@ from polarnode.tokens.parser import Parser
 
 
 def test_a_stream_from_its_question_to_its_end() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     commands = scene.play(
-        (scene.planned, [Render(scene.plan)]),
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
         (chunk("Hel", cached=2), [says('"role":"assistant"', '"content":"Hel"')]),
         (
@@ -83,9 +82,8 @@ def test_a_stream_from_its_question_to_its_end() -> None:
 
 
 def test_the_first_token_came_when_its_chunk_says() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     commands = scene.play(
-        (scene.planned, [Render(scene.plan)]),
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
         (
             chunk("Hello", "stop", end=True, at=12.5, first_at=10.75),
@@ -97,9 +95,8 @@ def test_the_first_token_came_when_its_chunk_says() -> None:
 
 
 def test_a_whole_answer_is_one_reply_after_its_record() -> None:
-    scene = Scene(stream=False)
+    scene = ExchangeScene(stream=False)
     commands = scene.play(
-        (scene.planned, [Render]),
         (Quiet(), []),  # nothing can keep it alive
         (rendered(), [StartGeneration]),
         (chunk("Hi"), []),
@@ -113,7 +110,7 @@ def test_a_whole_answer_is_one_reply_after_its_record() -> None:
 
 def test_the_turn_is_recorded_before_the_last_bytes() -> None:
     for stream in (True, False):
-        scene = Scene(ANTHROPIC, stream=stream)
+        scene = ExchangeScene(ANTHROPIC, stream=stream)
         scene.to_generation()
         kinds = [type(command) for command in scene.exchange.receive(chunk("x", "stop", end=True))]
         assert kinds == (
@@ -122,11 +119,11 @@ def test_the_turn_is_recorded_before_the_last_bytes() -> None:
 
 
 def test_a_call_is_sent_whole() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     tokens = [CALL, *b'{"name": "go", "arguments": {"to": 1}}']
-    half = Produced(chunk=Chunk(ids=ids(tokens), logprobs=floats([-1] * len(tokens))), at=11)
-    rest = Produced(
+    half = ChunkProduced(chunk=Chunk(ids=ids(tokens), logprobs=floats([-1] * len(tokens))), at=11)
+    rest = ChunkProduced(
         chunk=Chunk(ids=ids([CALLED, END]), logprobs=floats([-1, -1]), finish_reason="stop"), at=12
     )
     commands = scene.play(
@@ -145,7 +142,7 @@ def test_a_call_is_sent_whole() -> None:
 
 
 def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     scene.play((chunk("a\n\n"), [says('"content":"a"')]), (Quiet(), [says('"delta":{}')]))
     assert (
@@ -163,9 +160,8 @@ def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
 def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
     spoken: Dialect, sign: str
 ) -> None:
-    scene = Scene(spoken)
+    scene = ExchangeScene(spoken)
     scene.play(
-        (scene.planned, [Render]),
         (Quiet(), [says(sign)]),
         (rendered(), [StartGeneration]),
         (Quiet(), [Send]),
@@ -174,7 +170,7 @@ def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
 
 
 def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached_tokens() -> None:
-    scene = Scene(ANTHROPIC)
+    scene = ExchangeScene(ANTHROPIC)
     scene.to_generation(b"hello")
     scene.play(
         (Quiet(), [says("ping")]),
@@ -204,9 +200,8 @@ def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached
 def test_the_tasks_sampling_wins_and_both_are_recorded(
     task: dict[str, Any], asked: dict[str, Any], room: int | None, used: dict[str, Any]
 ) -> None:
-    scene = Scene(task=Sampling(**task), token_room=room, **asked)
+    scene = ExchangeScene(task=Sampling(**task), token_room=room, **asked)
     commands = scene.play(
-        (scene.planned, [Render]),
         (rendered(), [order(**used)]),
         (chunk("x", "length"), [RecordTurn, KeepResponse, Send, EndStream]),
     )
@@ -217,9 +212,8 @@ def test_the_tasks_sampling_wins_and_both_are_recorded(
 
 def test_a_reader_learns_what_was_not_obeyed() -> None:
     conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
-    scene = Scene(conversation=conversation, ignored=("$.response_format",))
+    scene = ExchangeScene(conversation=conversation, ignored=("$.response_format",))
     scene.play(
-        (scene.planned, [Render]),
         (evolve(rendered(close_length=1), notes=("seam: it ends with another token",)), [StartGeneration]),
     )
     notes = scene.turn(scene.play((chunk("x", "stop"), [RecordTurn, KeepResponse, Send, EndStream]))).notes
@@ -235,7 +229,7 @@ def test_a_reader_learns_what_was_not_obeyed() -> None:
 
 
 def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
-    scene = Scene(stop=("END",), stream=False)
+    scene = ExchangeScene(stop=("END",), stream=False)
     scene.to_generation()
     commands = scene.play(
         (chunk("yes EN"), []), (chunk("D and more", start=6), [RecordTurn, KeepResponse, Reply])
@@ -250,7 +244,7 @@ def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
 
 
 def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
-    scene = Scene(stop=("!",))
+    scene = ExchangeScene(stop=("!",))
     scene.to_generation()
     scene.play((chunk("ha!", "length"), [RecordTurn, KeepResponse, Send, EndStream]))
 
@@ -263,16 +257,14 @@ def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
     [(CHAT, "maximum context length is 100"), (ANTHROPIC, "prompt is too long: 100 tokens > 100 maximum")],
 )
 def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dialect, words: str) -> None:
-    scene = Scene(spoken)
+    scene = ExchangeScene(spoken)
     fault = Fault(
         kind="context_too_long",
         message="the prompt has 100 tokens and this model holds 100: shorten the conversation",
         prompt_tokens=100,
         limit=100,
     )
-    commands = scene.play(
-        (scene.planned, [Render]), (rendered(b"x" * 100), [Abandon(scene.plan, fault), Reply])
-    )
+    commands = scene.play((rendered(b"x" * 100), [CountRefusal(fault), Reply]))
     reply = commands[-1]
     assert isinstance(reply, Reply)
     assert reply.status == 400
@@ -280,15 +272,14 @@ def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dia
 
 
 def test_a_refusal_after_a_sign_of_life_cuts_the_stream() -> None:
-    scene = Scene()
-    scene.play((scene.planned, [Render]), (Quiet(), [Send]), (rendered(b"x" * 100), [Abandon, Break]))
+    scene = ExchangeScene()
+    scene.play((Quiet(), [Send]), (rendered(b"x" * 100), [CountRefusal, Break]))
 
 
 def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
-    scene = Scene(ANTHROPIC)
+    scene = ExchangeScene(ANTHROPIC)
     commands = scene.play(
-        (scene.planned, [Render]),
-        (RequestRefused(error=Refused("no system here", path="$.messages")), [Abandon, Reply]),
+        (RequestRefused(error=Refused("no system here", path="$.messages")), [CountRefusal, Reply]),
     )
     assert json.loads(commands[-1].body)["error"] == {
         "type": "invalid_request_error",
@@ -297,18 +288,17 @@ def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
 
 
 def test_a_refused_plan_leaves_no_turn() -> None:
-    scene = Scene()
-    commands = scene.play((scene.planned, [Render]), (rendered(b"x" * 100), [Abandon, Reply]))
-    assert isinstance(commands[1], Abandon)
-    scene.lineages.abandon(commands[1].plan)
+    scene = ExchangeScene()
+    scene.play((rendered(b"x" * 100), [CountRefusal, Reply]))
     assert scene.lineages.turns == ()
+    assert scene.lineages.plan(HI).reason == "first"  # nothing is planned any more
 
 
 # ── failures ──────────────────────────────────────────────────────────────────
 
 
 def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((EngineFailed(error=EngineError("the host died"), at=12.0), [RecordTurn, Reply]))
     reply, turn = commands[-1], scene.turn(commands)
@@ -320,7 +310,7 @@ def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after
 
 @pytest.mark.parametrize(("spoken", "words"), [(CHAT, []), (ANTHROPIC, [says("event: error", "api_error")])])
 def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialect, words: list[Any]) -> None:
-    scene = Scene(spoken)
+    scene = ExchangeScene(spoken)
     scene.to_generation()
     commands = scene.play(
         (chunk("half"), [Send]),
@@ -332,7 +322,7 @@ def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialec
 
 
 def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((chunk("half"), [Send]), (ClientLeft(at=12.0), [RecordTurn]), (chunk("more"), []))
     turn = scene.turn(commands)
@@ -342,15 +332,14 @@ def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
 
 
 def test_a_client_that_leaves_before_the_prompt_was_rendered_leaves_nothing() -> None:
-    scene = Scene()
-    scene.play(
-        (scene.planned, [Render]), (ClientLeft(at=12.0), [Abandon(scene.plan, None)]), (rendered(), [])
-    )
-    assert Scene().exchange.receive(ClientLeft(at=1.0)) == []
+    scene = ExchangeScene()
+    scene.play((ClientLeft(at=12.0), []), (rendered(), []))
+    assert scene.lineages.plan(HI).reason == "first"
+    assert Exchange(scene.terms).receive(ClientLeft(at=1.0)) == []
 
 
 def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     turn = scene.turn(scene.play((ClientLeft(at=12.0), [RecordTurn])))
     assert (turn.answer, turn.message_key, turn.first_token_s, len(turn.sampled)) == (None, "", None, 0)
@@ -358,23 +347,24 @@ def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> None:
-    scene = Scene(stream=stream)
+    scene = ExchangeScene(stream=stream)
     scene.to_generation()
     commands = scene.play((SessionEnded(at=12.0), [RecordTurn, Reply]))
-    assert commands[-1] == CHAT.error(SESSION_OVER)
+    assert commands[-1] == CHAT.error(SESSION_OVER_FAULT)
     assert scene.turn(commands).state == "partial"
 
 
 def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     scene.play((chunk("half"), [Send]), (SessionEnded(at=12.0), [RecordTurn, Break]))
-    scene = Scene()
-    scene.play((scene.planned, [Render]), (SessionEnded(at=12.0), [Abandon(scene.plan, SESSION_OVER), Reply]))
+    scene = ExchangeScene()
+    scene.play((SessionEnded(at=12.0), [CountRefusal(SESSION_OVER_FAULT), Reply]))
+    assert scene.lineages.plan(HI).reason == "first"
 
 
 def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((chunk("half", "abort"), [RecordTurn, Reply]))
     assert scene.turn(commands).state == "partial"
@@ -387,16 +377,13 @@ def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again
 
 def test_a_machine_that_was_asked_nothing_refuses_to_go_on() -> None:
     with pytest.raises(ValueError, match="is planned before"):
-        Scene().exchange.receive(rendered())
+        Exchange(ExchangeScene().terms).receive(rendered())
     with pytest.raises(ValueError, match="rendered before"):
-        Scene().exchange.receive(chunk("x"))
-    scene = Scene()
-    with pytest.raises(ValueError, match="begins with Requested"):
-        Exchange(scene.terms).receive(scene.planned)
+        ExchangeScene().exchange.receive(chunk("x"))
 
 
 def test_the_turn_is_exactly_the_planned_one() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     (record, *_) = scene.exchange.receive(chunk("x", "stop"))
     assert isinstance(record, RecordTurn)
@@ -406,8 +393,8 @@ def test_the_turn_is_exactly_the_planned_one() -> None:
 
 def test_spans_logprobs_and_ids_are_cut_together() -> None:
     spans = (VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=5))
-    parser = Parser(tokenizer=Bytes(), family=FAMILY, call_id=str, opens_thinking=False, stop=("c",))
-    scene = Scene()
+    parser = Parser(tokenizer=Bytes(), family=BYTE_FAMILY, call_id=str, opens_thinking=False, stop=("c",))
+    scene = ExchangeScene()
     sample = Sample(
         plan=scene.plan,
         request_id=REQUEST_ID,

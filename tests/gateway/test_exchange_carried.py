@@ -5,7 +5,7 @@ sees only what it asked for.
 from typing import Any
 
 import pytest
-from exchange_kit import CHAT, END, LINES, Scene, sampled
+from exchange_kit import CHAT, END, LINES, ExchangeScene, sampled
 from fakes_engine import routes
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
@@ -22,16 +22,15 @@ from polarnode.gateway.call_events import (
     Send,
     StartGeneration,
 )
-from polarnode.merge.token_extras import CUT, LIMIT, CallExtras, note
+from polarnode.merge.token_extras import CUT, SIZE_LIMIT_REASON, CallExtras, note
 
 PROMPT = 2  # tokens of "hi"
 
 
-def scene(carry: CallExtras, **said: Any) -> Scene:
+def scene(carry: CallExtras, **said: Any) -> ExchangeScene:
     """A scene whose turns carry."""
-    made = Scene(said.pop("dialect", LINES), **said)
+    made = ExchangeScene(said.pop("dialect", LINES), **said)
     made.carry = carry
-    made.begin(made.plans)
     return made
 
 
@@ -50,7 +49,7 @@ def likely(tokens: list[int], k: int) -> TopLogprobs:
     )
 
 
-def whole(made: Scene, tokens: list[int], *, k: int = 0, routed: RoutedExperts | None = None) -> Turn:
+def whole(made: ExchangeScene, tokens: list[int], *, k: int = 0, routed: RoutedExperts | None = None) -> Turn:
     """The turn of a sample that ended by itself, in two chunks."""
     half = len(tokens) // 2
     for first, last, finish in ((0, half, None), (half, len(tokens), "stop")):
@@ -154,10 +153,10 @@ def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
     made.to_generation()
     turn = whole(made, [*b"abc", END], k=2, routed=routes(0, PROMPT + 3, layers=3))
     assert (turn.top, turn.routed) == (None, None)
-    assert turn.notes == (note("top_logprobs", LIMIT), note("routed_experts", LIMIT))
-    spent = scene(CallExtras(notes=(note("routed_experts", LIMIT),)))
+    assert turn.notes == (note("top_logprobs", SIZE_LIMIT_REASON), note("routed_experts", SIZE_LIMIT_REASON))
+    spent = scene(CallExtras(notes=(note("routed_experts", SIZE_LIMIT_REASON),)))
     assert asked(spent.to_generation()).routed_from is None
-    assert whole(spent, [*b"abc", END]).notes == (note("routed_experts", LIMIT),)
+    assert whole(spent, [*b"abc", END]).notes == (note("routed_experts", SIZE_LIMIT_REASON),)
 
 
 def test_every_choice_of_a_call_carries_its_own() -> None:

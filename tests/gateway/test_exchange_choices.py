@@ -17,7 +17,7 @@ from exchange_kit import (
     REQUEST_ID,
     THOUGHT,
     Bytes,
-    Scene,
+    ExchangeScene,
     chunk,
     rendered,
     sampled,
@@ -46,7 +46,6 @@ from polarnode.core.errors import EngineError, Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import VersionSpan
 from polarnode.gateway.call_events import (
-    Abandon,
     Break,
     ClientLeft,
     Command,
@@ -57,10 +56,9 @@ from polarnode.gateway.call_events import (
     EndStream,
     EngineFailed,
     KeepResponse,
-    PlanTurns,
     RecordTurn,
     Render,
-    Requested,
+    RequestReceived,
     RequestRefused,
     Send,
     SessionEnded,
@@ -68,14 +66,15 @@ from polarnode.gateway.call_events import (
     UndeliveredResponse,
 )
 from polarnode.gateway.machine import (
-    CANCELLED,
-    SESSION_OVER,
+    CANCELLED_FAULT,
+    SESSION_OVER_FAULT,
     Exchange,
-    held_request,
+    enforceable_request,
     render_cached_response,
     render_empty_response,
 )
 from polarnode.gateway.sample import request_ids
+from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
 from polarnode.providers.contract import Fault, Reply
 
@@ -92,7 +91,7 @@ def orders(commands: list[Command]) -> list[Any]:
 
 
 def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() -> None:
-    scene = Scene(LINES, choices=3)
+    scene = ExchangeScene(LINES, choices=3)
     asked = orders(scene.to_generation())
     assert len({order.request_id for order in asked}) == 3
     assert asked[0].request_id == REQUEST_ID
@@ -117,7 +116,7 @@ def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() ->
 
 
 def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
-    scene = Scene(choices=3)
+    scene = ExchangeScene(choices=3)
     first, second, third = scene.plans
     assert [(plan.kind, plan.reason, plan.parent) for plan in scene.plans] == [
         ("root", "first", None),
@@ -130,7 +129,7 @@ def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
 
 
 def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     scene.to_generation()
     scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     more = Conversation(
@@ -145,14 +144,14 @@ def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
 
 
 def test_one_seed_does_not_make_all_choices_one_answer_and_the_room_is_shared() -> None:
-    asked = orders(Scene(choices=2, seed=7, token_room=9).to_generation())
+    asked = orders(ExchangeScene(choices=2, seed=7, token_room=9).to_generation())
     assert [order.sampling.seed for order in asked] == [7, 8]
     assert [order.sampling.max_tokens for order in asked] == [4, 4]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stream: bool) -> None:
-    scene = Scene(LINES, choices=3, stream=stream)
+    scene = ExchangeScene(LINES, choices=3, stream=stream)
     scene.to_generation()
     scene.play(
         (chunk("half", choice=2), [Send] * stream),
@@ -169,7 +168,7 @@ def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stre
 
 
 def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
-    scene = Scene(choices=3)
+    scene = ExchangeScene(choices=3)
     scene.to_generation()
     scene.play((chunk("whole", "stop", end=True, choice=1), [RecordTurn, Send]))
     commands = scene.play((ClientLeft(at=12.0), [RecordTurn, RecordTurn]))
@@ -179,15 +178,14 @@ def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
 
 
 def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() -> None:
-    scene = Scene(choices=2)
+    scene = ExchangeScene(choices=2)
     scene.to_generation()
     for choice in range(2):
         scene.exchange.receive(chunk("half", choice=choice))
     scene.turns(scene.exchange.receive(ClientLeft(at=12.0)))
     spec = BuilderSpec(name="prefix_merging")
     assert build(spec, scene.lineages.turns).left_out == ()
-    plan = scene.lineages.plan(HI, request_key="body")
-    scene.begin((plan, *scene.lineages.also(plan, 1)))
+    scene.begin()
     scene.to_generation()
     for choice in range(2):
         scene.turns(scene.exchange.receive(chunk("whole", "stop", end=True, choice=choice)))
@@ -199,15 +197,8 @@ def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() ->
 
 def test_every_plan_of_a_refused_call_is_abandoned_and_the_refusal_counted_once() -> None:
     for ending in (rendered(b"x" * 100), RequestRefused(error=Refused("no"))):
-        scene = Scene(choices=2)
-        commands = scene.play((scene.planned, [Render]), (ending, [Abandon, Abandon, Reply]))
-        assert [command.fault is None for command in commands if isinstance(command, Abandon)] == [
-            False,
-            True,
-        ]
-        for command in commands:
-            if isinstance(command, Abandon):
-                scene.lineages.abandon(command.plan)
+        scene = ExchangeScene(choices=2)
+        scene.play((ending, [CountRefusal, Reply]))
         assert scene.lineages.plan(HI).reason == "first"
 
 
@@ -231,7 +222,7 @@ def answered(commands: list[Command]) -> Answer:
 
 
 def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
-    scene = Scene(LINES, logprobs=0)
+    scene = ExchangeScene(LINES, logprobs=0)
     assert orders(scene.to_generation())[0].top_logprobs == 0
     tokens = [*b"\n\na", *GO, *b"b\n", END]
     commands = scene.play((sampled(tokens, "stop"), [RecordTurn, KeepResponse, Send, EndStream]))
@@ -248,7 +239,7 @@ def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
 
 
 def test_alternatives_are_bytes_likeliest_first() -> None:
-    scene = Scene(LINES, logprobs=2, stream=False)
+    scene = ExchangeScene(LINES, logprobs=2, stream=False)
     assert orders(scene.to_generation())[0].top_logprobs == 2
     top = TopLogprobs(k=2, ids=ids([ord("x"), CALL, END, 0]), logprobs=floats([-0.1, -2.5, -0.2, -9]))
     commands = scene.play(
@@ -263,7 +254,7 @@ def test_alternatives_are_bytes_likeliest_first() -> None:
 
 
 def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
-    scene = Scene(LINES, logprobs=0)
+    scene = ExchangeScene(LINES, logprobs=0)
     scene.to_generation()
     answer = answered(
         scene.play(
@@ -275,7 +266,7 @@ def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
 
 
 def test_nothing_is_told_where_nobody_asks() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     asked = orders(scene.to_generation())[0]
     assert asked.top_logprobs == 0
     assert (
@@ -290,7 +281,7 @@ def test_nothing_is_told_where_nobody_asks() -> None:
 
 
 def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_together() -> None:
-    scene = Scene(LINES, one_call=True, stream=False)
+    scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     tokens = [*b"so", *GO, *GO]
     commands = scene.play((sampled(tokens), [RecordTurn, KeepResponse, Reply]), (chunk("more"), []))
@@ -303,14 +294,14 @@ def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_t
 
 
 def test_the_engines_own_end_in_the_same_chunk_needs_no_abort() -> None:
-    scene = Scene(LINES, one_call=True, stream=False)
+    scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     turn = scene.turn(scene.play((sampled([*GO, END], "stop"), [RecordTurn, KeepResponse, Reply])))
     assert list(turn.sampled) == GO
 
 
 def test_a_malformed_call_does_not_end_it() -> None:
-    scene = Scene(LINES, one_call=True, stream=False)
+    scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     scene.play((sampled([CALL, *b"bad", CALLED]), []), (sampled(GO), [RecordTurn, KeepResponse, Reply]))
 
@@ -334,7 +325,9 @@ SCHEMA = Constraint(kind="json_schema", text='{"type":"object"}')
 def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
     conversation: Conversation, kept: bool, thinking: bool | None
 ) -> None:
-    asked = held_request(a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request)
+    asked = enforceable_request(
+        a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request
+    )
     assert asked.constraint == (SCHEMA if kept else None)
     assert asked.conversation.thinking is thinking
     assert asked.notes[0] == "before"
@@ -342,18 +335,18 @@ def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
 
 
 def test_a_constraint_would_forbid_the_headers_of_a_models_messages() -> None:
-    asked = held_request(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
+    asked = enforceable_request(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
     assert (asked.constraint, asked.conversation) == (None, HI)
     assert "headers of their own" in asked.notes[-1]
 
 
 def test_a_request_without_constraint_is_left_as_it_is() -> None:
     request = a_call(conversation=evolve(HI, tools=(TOOL,))).request
-    assert held_request(request) is request
+    assert enforceable_request(request) is request
 
 
 def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
-    scene = Scene(constraint=SCHEMA, notes=("a grammar was asked",))
+    scene = ExchangeScene(constraint=SCHEMA, notes=("a grammar was asked",))
     (order,) = orders(scene.to_generation())
     assert (order.constraint, order.constraint_after) == (SCHEMA, None)
     assert scene.turn(
@@ -362,7 +355,7 @@ def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
 
 
 def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end() -> None:
-    (order,) = orders(Scene(LINES, constraint=SCHEMA, opens_thinking=True).to_generation())
+    (order,) = orders(ExchangeScene(LINES, constraint=SCHEMA, opens_thinking=True).to_generation())
     assert (order.constraint, order.constraint_after) == (SCHEMA, THOUGHT)
 
 
@@ -371,18 +364,18 @@ def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -> None:
-    scene = Scene(stream=stream)
+    scene = ExchangeScene(stream=stream)
     scene.to_generation()
     commands = scene.play((sampled([], "abort"), [RecordTurn, Reply]))
     reply, turn = commands[-1], scene.turn(commands)
     assert isinstance(reply, Reply)
     assert (reply.status >= 429, "retry-after" in dict(reply.headers)) == (True, True)
-    assert CANCELLED.message in json.loads(reply.body)["error"]["message"]
+    assert CANCELLED_FAULT.message in json.loads(reply.body)["error"]["message"]
     assert (turn.state, turn.finish_reason, turn.answer) == ("failed", "abort", None)
 
 
 def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_it_were_whole() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     scene.to_generation()
     commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [RecordTurn, Send, Break]))
     turn = scene.turn(commands)
@@ -390,7 +383,7 @@ def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_
 
 
 def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:
-    scene = Scene(LINES, choices=2, stream=False)
+    scene = ExchangeScene(LINES, choices=2, stream=False)
     scene.to_generation()
     scene.play((chunk("one", "stop", end=True, choice=0), [RecordTurn]))
     commands = scene.play((SessionEnded(at=13.0), [RecordTurn, Reply]))
@@ -440,20 +433,35 @@ def requested(
     undelivered: UndeliveredResponse | CutCall | None = None,
 ) -> tuple[Exchange, list[Command]]:
     """An exchange and what it makes of its request."""
-    terms = Scene(LINES, stream=stream).terms
+    terms = ExchangeScene(LINES, stream=stream).terms
     call = evolve(terms.call, request=evolve(terms.call.request, generate=generate))
     exchange = Exchange(evolve(terms, call=call))
-    event = Requested(at=10.0, wall=1000.0, refusal=refusal, undelivered=undelivered)
+    event = RequestReceived(at=10.0, wall=1000.0, refusal=refusal, undelivered=undelivered)
     return exchange, exchange.receive(event)
 
 
-@pytest.mark.parametrize(("undelivered", "turn"), [(None, None), (CutCall(), None), (CutCall(3), 3)])
-def test_a_request_is_planned_and_goes_on_with_the_turn_that_was_cut(
-    undelivered: CutCall | None, turn: int | None
-) -> None:
-    exchange, commands = requested(undelivered=undelivered)
-    assert commands == [PlanTurns(resume=turn)]
+@pytest.mark.parametrize("undelivered", [None, CutCall()])
+def test_a_request_is_planned_anew(undelivered: CutCall | None) -> None:
+    """Unless it has a cut turn to go on with."""
+    exchange, (command,) = requested(undelivered=undelivered)
+    assert isinstance(command, Render)
+    assert (command.plan, command.history) == (exchange.plans[0], None)
     assert not exchange.over
+
+
+def test_a_plan_that_the_session_does_not_accept_is_abandoned() -> None:
+    scene = ExchangeScene(LINES)
+    scene.exchange.receive(ClientLeft(at=10.0))
+
+    def refuse(plan: Plan, conversation: Conversation) -> None:
+        raise Refused("not this one")
+
+    exchange = Exchange(evolve(scene.terms, check_plan=refuse))
+    counted, reply = exchange.receive(RequestReceived(at=10.0, wall=1000.0))
+    assert counted == CountRefusal(Fault(kind="bad_request", message="not this one"))
+    assert isinstance(reply, Reply)
+    assert exchange.over
+    assert scene.lineages.plan(HI).reason == "first"
 
 
 @pytest.mark.parametrize("refusal", [None, SPENT])
@@ -490,8 +498,8 @@ def test_a_spent_budget_refuses_what_would_be_sampled(undelivered: CutCall | Non
 
 @pytest.mark.parametrize("fields", [{}, {"generate": False}, {"undelivered": cached()}])
 def test_a_session_that_is_over_answers_nothing(fields: dict[str, Any]) -> None:
-    exchange, commands = requested(refusal=SESSION_OVER, **fields)
-    assert commands == [CountRefusal(SESSION_OVER), LINES.error(SESSION_OVER)]
+    exchange, commands = requested(refusal=SESSION_OVER_FAULT, **fields)
+    assert commands == [CountRefusal(SESSION_OVER_FAULT), LINES.error(SESSION_OVER_FAULT)]
     assert exchange.over
 
 
@@ -515,14 +523,14 @@ def test_a_request_that_cannot_be_planned_is_refused_once_and_no_plan_abandoned(
 def test_only_a_cut_sample_that_can_go_on_is_resumable(
     fields: dict[str, Any], tokens: bytes, can_resume: bool
 ) -> None:
-    scene = Scene(LINES, stream=False, **fields)
+    scene = ExchangeScene(LINES, stream=False, **fields)
     scene.to_generation()
     if tokens:
         scene.exchange.receive(sampled(tokens))
     first = scene.exchange.receive(ClientLeft(at=12.0))[0]
     assert isinstance(first, RecordTurn)
     assert (first.resumable, first.owed) == (can_resume, True)
-    whole = Scene(LINES, **fields)
+    whole = ExchangeScene(LINES, **fields)
     whole.to_generation()
     (record, *_) = whole.exchange.receive(chunk("x", "stop", end=True))
     assert isinstance(record, RecordTurn)
@@ -552,7 +560,7 @@ def test_however_a_sample_is_cut_into_chunks_its_answer_and_turn_are_the_same(
     at = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
     found = []
     for bounds in ([0, len(tokens)], at, list(range(len(tokens) + 1))):
-        scene = Scene(LINES, stop=stop, one_call=one_call, logprobs=1, task=Sampling())
+        scene = ExchangeScene(LINES, stop=stop, one_call=one_call, logprobs=1, task=Sampling())
         scene.to_generation(b"x")
         commands: list[Command] = []
         for start, end in pairwise(bounds):

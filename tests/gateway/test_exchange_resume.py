@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from exchange_kit import CALL, CALLED, CHAT, END, HI, LINES, Scene, chunk, rendered, sampled, says
+from exchange_kit import CALL, CALLED, CHAT, END, HI, LINES, ExchangeScene, chunk, rendered, sampled, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +18,12 @@ from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call_events import (
     ClientLeft,
+    CutCall,
     EndStream,
     EngineFailed,
     KeepResponse,
     PromptRendered,
     RecordTurn,
-    Render,
     Send,
     StartGeneration,
 )
@@ -37,16 +37,15 @@ GO = [CALL, *b'{"name": "go", "arguments": {}}', CALLED]
 BUILDERS = [BuilderSpec(name="prefix_merging"), BuilderSpec(name="per_request")]
 
 
-def cut(scene: Scene, *pieces: Any, at: float = 12.0) -> Turn:
+def cut(scene: ExchangeScene, *pieces: Any, at: float = 12.0) -> Turn:
     """The scene's call, whose client leaves after these pieces."""
-    scene.exchange.receive(scene.planned)
     scene.exchange.receive(prompted(scene))
     for piece in pieces:
         scene.exchange.receive(piece)
     return scene.turn(scene.exchange.receive(ClientLeft(at=at)))
 
 
-def prompted(scene: Scene) -> PromptRendered:
+def prompted(scene: ExchangeScene) -> PromptRendered:
     """The prompt of the scene's call, as the plane renders it."""
     plan = scene.plans[0]
     if plan.parent is None:
@@ -55,19 +54,17 @@ def prompted(scene: Scene) -> PromptRendered:
     return PromptRendered(prompt=scene.lineages.history(plan) + new, delta=new)
 
 
-def again(scene: Scene) -> Plan:
+def again(scene: ExchangeScene) -> Plan:
     """The same request once more, as the plane plans it."""
-    last = scene.lineages.turns[-1]
-    resumed = scene.lineages.resume(last.index, total=1) or scene.lineages.plan(HI, request_key="body")
-    scene.begin((resumed,))
-    return resumed
+    scene.begin(CutCall(scene.lineages.turns[-1].index))
+    return scene.plan
 
 
 # ── the machine ───────────────────────────────────────────────────────────────
 
 
 def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> None:
-    scene = Scene(LINES, max_tokens=20)
+    scene = ExchangeScene(LINES, max_tokens=20)
     first = cut(scene, chunk("Hel"))
     plan = again(scene)
     assert (plan.kind, plan.reason, plan.parent, plan.lineage, plan.new) == (
@@ -78,7 +75,7 @@ def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> N
         (),
     )
     assert (plan.before_key, plan.request_key) == (first.before_key, first.request_key)
-    generate = scene.play((scene.planned, [Render(plan)]), (prompted(scene), [StartGeneration]))[-1]
+    generate = scene.play((prompted(scene), [StartGeneration]))[-1]
     assert isinstance(generate, StartGeneration)
     assert bytes(list(generate.order.prompt)) == b"hiHel"
     assert generate.order.sampling.max_tokens == 17
@@ -100,11 +97,10 @@ def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> N
 
 
 def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None:
-    scene = Scene(LINES, stream=False)
+    scene = ExchangeScene(LINES, stream=False)
     cut(scene, sampled(GO[:10]))
     again(scene)
     commands = scene.play(
-        (scene.planned, [Render]),
         (prompted(scene), [StartGeneration]),
         (sampled([*GO[10:], END], "stop"), [RecordTurn, KeepResponse, Reply]),
     )
@@ -115,11 +111,10 @@ def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None
 
 
 def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
-    scene = Scene(LINES, stop=("STOP",), stream=False)
+    scene = ExchangeScene(LINES, stop=("STOP",), stream=False)
     cut(scene, chunk("one ST"))
     again(scene)
     commands = scene.play(
-        (scene.planned, [Render]),
         (prompted(scene), [StartGeneration]),
         (chunk("OP!"), [RecordTurn, KeepResponse, Reply]),
     )
@@ -129,13 +124,13 @@ def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
 
 
 def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     cut(scene, chunk("a"))
     for step, piece in enumerate("bcd", start=1):
         assert again(scene).parent == step - 1
         cut(scene, chunk(piece))
     again(scene)
-    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.play((prompted(scene), [StartGeneration]))
     turn = scene.turn(
         scene.play((chunk("e", "stop", end=True), [RecordTurn, KeepResponse, says("0: abcde\n"), EndStream]))
     )
@@ -145,17 +140,16 @@ def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> Non
 
 
 def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_turn_to_go_on_from() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     first = cut(scene, chunk("a"))
     again(scene)
-    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.play((prompted(scene), [StartGeneration]))
     failed = scene.turn(scene.play((EngineFailed(error=EngineError("gone"), at=13.0), [RecordTurn, Reply])))
     assert (failed.state, failed.answer) == ("failed", None)
     for _ in range(2):
-        plan = scene.lineages.resume(first.index, total=1)
-        assert plan is not None
-        assert (plan.parent, plan.lineage) == (first.index, first.lineage)
-        scene.begin((plan,))
+        scene.begin(CutCall(first.index))
+        assert (scene.plan.reason, scene.plan.parent) == ("resumed", first.index)
+        assert scene.plan.lineage == first.lineage
         empty = cut(scene)
         assert (empty.state, empty.answer, len(empty.sampled)) == ("partial", None, 0)
 
@@ -164,18 +158,18 @@ def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_t
 
 
 def test_what_can_not_go_on_is_asked_anew() -> None:
-    empty = Scene()
+    empty = ExchangeScene()
     assert empty.lineages.resume(cut(empty).index, total=1) is None
-    spent = Scene(max_tokens=3)
+    spent = ExchangeScene(max_tokens=3)
     assert spent.lineages.resume(cut(spent, chunk("abc")).index, total=1) is None
-    whole = Scene()
+    whole = ExchangeScene()
     whole.to_generation()
     turn = whole.turn(whole.play((chunk("a", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     assert whole.lineages.resume(turn.index, total=1) is None
 
 
 def test_a_turn_that_something_extends_or_goes_on_from_is_left_alone() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     first = cut(scene, chunk("a"))
     more = Conversation(
         messages=(*HI.messages, Message(role="assistant", text="a"), Message(role="user", text="go on"))
@@ -183,16 +177,16 @@ def test_a_turn_that_something_extends_or_goes_on_from_is_left_alone() -> None:
     plan = scene.lineages.plan(more)
     assert plan.parent == first.index
     assert scene.lineages.resume(first.index, total=1) is None
-    scene.lineages.abandon(plan)
+    scene.lineages.abandon_plan(plan)
     assert scene.lineages.resume(first.index, total=1) is not None
     assert scene.lineages.resume(first.index, total=1) is None  # now it is under way
 
 
 def test_the_next_request_extends_the_resumed_turn() -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.play((prompted(scene), [StartGeneration]))
     turn = scene.turn(
         scene.play((chunk("lo", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream]))
     )
@@ -212,10 +206,10 @@ def test_the_next_request_extends_the_resumed_turn() -> None:
 
 @pytest.mark.parametrize("key", ["body", "other"])
 def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str) -> None:
-    scene = Scene(LINES)
+    scene = ExchangeScene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.play((prompted(scene), [StartGeneration]))
     scene.turn(scene.play((chunk("lo", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     plan = scene.lineages.plan(HI, request_key=key)
     assert (plan.kind, plan.parent) == ("retry" if key == "body" else "root", None)
@@ -223,7 +217,7 @@ def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str
 
 
 def test_looking_reserves_nothing() -> None:
-    scene = Scene()
+    scene = ExchangeScene()
     scene.to_generation()
     scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
     more = Conversation(
@@ -250,10 +244,9 @@ def run(steps: list[tuple[str, int, bool]]) -> Lineages:
     """Calls of one body one after the other, each ending as its step says after some tokens; some go on with
     what was said, as a harness does.
     """
-    scene = Scene(LINES, stream=False, context_length=1000)
+    scene = ExchangeScene(LINES, stream=False, context_length=1000)
     said, texts, word = HI, [], 0
     for how, count, follows in steps:
-        scene.exchange.receive(scene.planned)
         scene.exchange.receive(prompted(scene))
         text = "".join(chr(ord("a") + (word + step) % 26) for step in range(count))
         word += count
@@ -271,10 +264,9 @@ def run(steps: list[tuple[str, int, bool]]) -> Lineages:
             said = Conversation(
                 messages=(*said.messages, turn.answer.as_message(), Message(role="user", text="on"))
             )
-            scene.begin((scene.lineages.plan(said, request_key=f"body{len(said.messages)}"),))
+            scene.begin(conversation=said, key=f"body{len(said.messages)}")
         else:
-            resumed = scene.lineages.resume(turn.index, total=len(said.messages))
-            scene.begin((resumed or scene.lineages.plan(said, request_key=f"body{len(said.messages)}"),))
+            scene.begin(CutCall(turn.index), conversation=said, key=f"body{len(said.messages)}")
     return scene.lineages
 
 
@@ -322,17 +314,17 @@ def test_the_session_can_be_rebuilt_and_its_turns_written(steps: list[tuple[str,
         plan = restored.resume(turn.index, total=1)
         if plan is not None:
             assert list(restored.resumed_prefix(plan))[-len(turn.sampled) :] == list(turn.sampled)
-            restored.abandon(plan)
+            restored.abandon_plan(plan)
 
 
 def test_a_stream_is_not_opened_before_the_first_new_token() -> None:
     """Because its start counts the cached tokens, which only the engine knows; until then there are signs of
     life.
     """
-    scene = Scene(CHAT)
+    scene = ExchangeScene(CHAT)
     cut(scene, chunk("Hel"))
     again(scene)
-    scene.play((scene.planned, [Render]), (prompted(scene), [StartGeneration]))
+    scene.play((prompted(scene), [StartGeneration]))
     scene.play(
         (
             EngineFailed(error=EngineError("gone"), at=13.0),

@@ -14,14 +14,14 @@ import httpx
 import pytest
 import trio
 from attrs import define, evolve, field
-from captures_kit import Desk, open_desk
-from plane_kit import Asgi, HandEngine, stage
+from captures_kit import Desk, open_capture_node
+from plane_kit import AsgiClient, HandEngine, stage
 from tokens_kit import model
 
 from polarnode.core.trajectory import Turn
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.gateway import live_sessions
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
@@ -40,7 +40,7 @@ async def simulated(folder: Path, simulation: Simulation = SIMULATION) -> AsyncI
         model_path=TINY_MODEL,
         device="cpu",
         state_dir=folder,
-        simulated=Simulated(
+        simulated=SimulatedEngine(
             simulation=simulation,
             marks=simulated_marks(model().family),
             vocab_size=model().tokenizer.vocab_size,
@@ -86,7 +86,7 @@ async def client(desk: Desk) -> tuple[str, Client]:
 
 
 async def turns_of(desk: Desk, session_id: str) -> "list[Turn]":
-    await desk.journal.flushed()
+    await desk.journal.flush()
     found = await desk.journal.trajectory(session_id)
     assert found is not None
     return list(found.turns)
@@ -96,7 +96,7 @@ async def test_a_flood_of_one_session_adds_at_most_twice_the_median_to_a_sibling
     """The attack: 100 connections with `n` of 8. Before sessions took turns a sibling's call waited for all
     that stood before it, 15 s for as long as the flood went on.
     """
-    async with simulated(tmp_path) as engines, open_desk(tmp_path, engines) as desk:
+    async with simulated(tmp_path) as engines, open_capture_node(tmp_path, engines) as desk:
         flooding, flood = await client(desk)
         _, sibling = await client(desk)
         alone = median([await sibling.ask(f"alone {turn}") for turn in range(5)])
@@ -136,7 +136,7 @@ async def test_a_flood_of_one_session_adds_at_most_twice_the_median_to_a_sibling
 
 async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
     slow = evolve(SIMULATION, answer_tokens=2_000)  # 20 s: the first is still there when the last comes
-    async with simulated(tmp_path, slow) as engines, open_desk(tmp_path, engines) as desk:
+    async with simulated(tmp_path, slow) as engines, open_capture_node(tmp_path, engines) as desk:
         _, only = await client(desk)
         seen: list[int] = []
         async with trio.open_nursery() as nursery:
@@ -152,7 +152,7 @@ async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
 
 
 async def test_what_waits_leaves_with_its_client_and_its_session(tmp_path: Path) -> None:
-    async with simulated(tmp_path) as engines, open_desk(tmp_path, engines) as desk:
+    async with simulated(tmp_path) as engines, open_capture_node(tmp_path, engines) as desk:
         session_id, flood = await client(desk)
         async with trio.open_nursery() as nursery:
             for number in range(12):
@@ -182,9 +182,9 @@ def body(text: str, **more: Any) -> bytes:
 async def test_prompts_in_progress_have_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HandEngine()
     here = stage(engine, context=512)
-    monkeypatch.setattr(live_sessions, "PROMPT_TOKENS", 300)
-    monkeypatch.setattr(live_sessions, "CONTEXTS", 0)
-    first, second, third = Asgi(), Asgi(), Asgi()
+    monkeypatch.setattr(live_sessions, "MAX_PROMPT_TOKENS", 300)
+    monkeypatch.setattr(live_sessions, "MAX_PROMPT_CONTEXTS", 0)
+    first, second, third = AsgiClient(), AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first.request, here.app, "/v1/chat/completions", body("a " * 200))
         await engine.asked.wait()
@@ -206,9 +206,9 @@ async def test_prompts_in_progress_have_a_share_of_memory(monkeypatch: pytest.Mo
 async def test_a_prompt_of_any_length_the_model_holds_is_accepted_alone(monkeypatch: Any) -> None:
     engine = HandEngine()
     here = stage(engine)
-    monkeypatch.setattr(live_sessions, "PROMPT_TOKENS", 10)
-    monkeypatch.setattr(live_sessions, "CONTEXTS", 0)
-    only = Asgi()
+    monkeypatch.setattr(live_sessions, "MAX_PROMPT_TOKENS", 10)
+    monkeypatch.setattr(live_sessions, "MAX_PROMPT_CONTEXTS", 0)
+    only = AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(only.request, here.app, "/v1/chat/completions", body("a " * 200))
         await engine.asked.wait()

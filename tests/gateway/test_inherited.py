@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from attrs import evolve
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, Stage, answers, new_session, stage
+from plane_kit import CONTEXT, AsgiClient, Stage, answers, new_session, stage
 from tokens_kit import model
 
 from polarnode.core.arrays import TopLogprobs, ids
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.inherited import chunk_of
+from polarnode.gateway.inherited import recorded_chunk
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 
@@ -60,7 +60,7 @@ async def run(here: Stage, session: str, path: str, results: Sequence[str]) -> l
     history: list[Any] = [{"role": "user", "content": "Look around."}]
     found: list[Any] = []
     for result in results:
-        asgi, body = Asgi(), {"model": "m", "messages": history, **TOOLS[path]}
+        asgi, body = AsgiClient(), {"model": "m", "messages": history, **TOOLS[path]}
         await asgi.request(here.plane.app_for(session), path, json.dumps(body).encode(), key=f"key-{session}")
         assert asgi.status == 200, asgi.body
         found.append(json.loads(asgi.body))
@@ -161,7 +161,7 @@ async def test_other_tools_are_a_difference() -> None:
     here = stage(scripted(call("a.txt")))
     await run(here, "s1", CHAT, "ab")
     _, ended = forked(here, here.turns, 1)
-    asgi = Asgi()
+    asgi = AsgiClient()
     body = {"model": "m", "messages": [{"role": "user", "content": "Look around."}]}
     await asgi.request(here.plane.app_for("s2"), CHAT, json.dumps(body).encode(), key="key-s2")
     assert ended == [(0, "turn 0: its tools or its thinking flag are others than in the record")]
@@ -193,7 +193,7 @@ async def test_several_answers_at_once_are_sampled(number: int) -> None:
     await run(here, "s1", CHAT, "ab")
     turns, ended = forked(here, here.turns, 2)
     asgi, body = (
-        Asgi(),
+        AsgiClient(),
         {"model": "m", "messages": [{"role": "user", "content": "Look around."}], **TOOLS[CHAT]},
     )
     said = json.dumps({**body, "n": number}).encode()
@@ -224,7 +224,7 @@ async def test_a_streamed_answer_is_given_again() -> None:
     here = stage(scripted("Done and done."))
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     for name in ("s1", "s2"):
-        asgi = Asgi()
+        asgi = AsgiClient()
         await asgi.request(here.plane.app_for(name), CHAT, json.dumps(body).encode(), key=f"key-{name}")
         assert asgi.whole
         assert b"Done and done." in asgi.body
@@ -237,15 +237,15 @@ async def test_a_recorded_answer_is_a_chunk_with_what_the_call_asks_for() -> Non
     engine = scripted("One.")
     here = stage(engine)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    await Asgi().request(here.app, CHAT, json.dumps(body).encode())
+    await AsgiClient().request(here.app, CHAT, json.dumps(body).encode())
     [turn], [order] = here.turns, engine.orders
     top = TopLogprobs(k=1, ids=turn.sampled, logprobs=turn.logprobs)
-    given = chunk_of(evolve(turn, finish_reason="length", top=top), evolve(order, top_logprobs=1))
+    given = recorded_chunk(evolve(turn, finish_reason="length", top=top), evolve(order, top_logprobs=1))
     assert (given.ids, given.logprobs, given.version_spans) == (
         turn.sampled,
         turn.logprobs,
         turn.version_spans,
     )
     assert (given.finish_reason, given.top_logprobs) == ("length", top)
-    more = chunk_of(evolve(turn, finish_reason="tool_calls", top=top), evolve(order, top_logprobs=2))
+    more = recorded_chunk(evolve(turn, finish_reason="tool_calls", top=top), evolve(order, top_logprobs=2))
     assert (more.finish_reason, more.top_logprobs) == ("stop", None)

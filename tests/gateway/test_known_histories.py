@@ -3,9 +3,9 @@
 from random import Random
 
 from polarnode.gateway.known_histories import (
-    HISTORIES,
-    KNOWN_S,
-    NEW_BYTES,
+    MAX_HISTORIES,
+    MAX_NEW_BYTES,
+    MAX_READ_S,
     STEP_BYTES,
     BodyDigest,
     KnownHistories,
@@ -24,34 +24,37 @@ def test_operations_share_no_beginning() -> None:
 
 def test_a_short_body_is_read_in_place_and_a_long_new_one_is_not() -> None:
     histories = KnownHistories()
-    assert histories.is_short(digest(TEXT[:NEW_BYTES]))
-    assert not histories.is_short(digest(TEXT[: NEW_BYTES + 1]))
+    assert histories.is_short(digest(TEXT[:MAX_NEW_BYTES]))
+    assert not histories.is_short(digest(TEXT[: MAX_NEW_BYTES + 1]))
 
 
 def test_a_history_that_grew_is_read_in_place_up_to_its_new_part() -> None:
     histories, size = KnownHistories(), 5 * STEP_BYTES
-    histories.note(digest(TEXT[: size + 10] + b"]}"), KNOWN_S)
-    assert histories.is_short(digest(TEXT[: size + NEW_BYTES]))
-    assert not histories.is_short(digest(TEXT[: size + NEW_BYTES + 1]))
+    histories.note(digest(TEXT[: size + 10] + b"]}"), MAX_READ_S)
+    assert histories.is_short(digest(TEXT[: size + MAX_NEW_BYTES]))
+    assert not histories.is_short(digest(TEXT[: size + MAX_NEW_BYTES + 1]))
     # a change at its beginning makes all of it new, one in its middle what follows
     assert not histories.is_short(digest(b"x" + TEXT[1:size]))
     middle = TEXT[: 3 * STEP_BYTES] + b"x" + TEXT[3 * STEP_BYTES + 1 :]
-    assert histories.is_short(digest(middle[: 3 * STEP_BYTES + NEW_BYTES]))
-    assert not histories.is_short(digest(middle[: 3 * STEP_BYTES + NEW_BYTES + 1]))
+    assert histories.is_short(digest(middle[: 3 * STEP_BYTES + MAX_NEW_BYTES]))
+    assert not histories.is_short(digest(middle[: 3 * STEP_BYTES + MAX_NEW_BYTES + 1]))
 
 
 def test_a_history_that_took_long_is_never_read_in_place() -> None:
-    histories, body = KnownHistories(), TEXT[: NEW_BYTES + STEP_BYTES]
-    histories.note(digest(body), KNOWN_S * 1.01)
+    histories, body = KnownHistories(), TEXT[: MAX_NEW_BYTES + STEP_BYTES]
+    histories.note(digest(body), MAX_READ_S * 1.01)
     assert not histories.is_short(digest(body))
-    histories.note(digest(body), KNOWN_S / 2)
+    histories.note(digest(body), MAX_READ_S / 2)
     assert histories.is_short(digest(body))
 
 
 def test_the_agents_of_a_session_are_known_apart_and_the_oldest_is_forgotten() -> None:
-    histories, bodies = KnownHistories(), [bytes([number]) + TEXT[:NEW_BYTES] for number in range(HISTORIES)]
+    histories, bodies = (
+        KnownHistories(),
+        [bytes([number]) + TEXT[:MAX_NEW_BYTES] for number in range(MAX_HISTORIES)],
+    )
     for body in bodies:
         histories.note(digest(body), 0.0)
     assert all(histories.is_short(digest(body)) for body in bodies)
-    histories.note(digest(b"\xff" + TEXT[:NEW_BYTES]), 0.0)
-    assert [histories.is_short(digest(body)) for body in bodies] == [False] + [True] * (HISTORIES - 1)
+    histories.note(digest(b"\xff" + TEXT[:MAX_NEW_BYTES]), 0.0)
+    assert [histories.is_short(digest(body)) for body in bodies] == [False] + [True] * (MAX_HISTORIES - 1)

@@ -260,16 +260,16 @@ def test_a_parents_key_opens_the_endpoint_of_its_copy_alone() -> None:
     copy.parent_key = "key"
     sessions.add(parent)
     sessions.add(copy)
-    assert sessions.at_endpoint("s", ["key"]) is parent
-    assert sessions.at_endpoint("copy", ["other", "key"]) is copy
-    assert sessions.at_endpoint("copy", ["own"]) is copy
-    assert sessions.at_endpoint("copy", ["other"]) is None
-    assert sessions.at_endpoint("s", ["own"]) is None
-    assert sessions.at_endpoint(None, ["key"]) is parent
+    assert sessions.find_at_endpoint("s", ["key"]) is parent
+    assert sessions.find_at_endpoint("copy", ["other", "key"]) is copy
+    assert sessions.find_at_endpoint("copy", ["own"]) is copy
+    assert sessions.find_at_endpoint("copy", ["other"]) is None
+    assert sessions.find_at_endpoint("s", ["own"]) is None
+    assert sessions.find_at_endpoint(None, ["key"]) is parent
     sessions.remove(parent)  # the copy outlives it
-    assert sessions.at_endpoint("copy", ["key"]) is copy
+    assert sessions.find_at_endpoint("copy", ["key"]) is copy
     sessions.remove(copy)
-    assert sessions.at_endpoint("copy", ["key"]) is None
+    assert sessions.find_at_endpoint("copy", ["key"]) is None
 
 
 def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
@@ -278,23 +278,23 @@ def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
     assert sessions.by_key("key") is None
     sessions.add(session)
     assert sessions.by_key("key") is session
-    assert sessions.ended_by_key("key") is None
+    assert sessions.ended_session_id("key") is None
     sessions.remove(session)
     assert sessions.by_key("key") is None
-    assert sessions.ended_by_key("key") == "s"
-    assert sessions.ended_by_key("never") is None
+    assert sessions.ended_session_id("key") == "s"
+    assert sessions.ended_session_id("never") is None
     sessions.remove(session)  # twice is once
     assert sessions.statistics().ended == 1
 
 
 def test_the_memory_of_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_sessions, "KEPT_KEYS", 3)
+    monkeypatch.setattr(live_sessions, "MAX_ENDED_KEYS", 3)
     sessions = LiveSessions()
     for number in range(5):
         session = new_session(session_id=f"s{number}", key=f"k{number}")
         sessions.add(session)
         sessions.remove(session)
-    assert [sessions.ended_by_key(f"k{number}") for number in range(5)] == [None, None, "s2", "s3", "s4"]
+    assert [sessions.ended_session_id(f"k{number}") for number in range(5)] == [None, None, "s2", "s3", "s4"]
 
 
 async def test_statistics_count_what_is_under_way() -> None:

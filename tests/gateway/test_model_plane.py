@@ -17,15 +17,26 @@ import trio
 import trio.testing
 from attrs import define, field
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, HandEngine, Stage, answers, new_session, prompts, served, spelled, stage
+from plane_kit import (
+    CONTEXT,
+    AsgiClient,
+    HandEngine,
+    Stage,
+    answers,
+    new_session,
+    prompts,
+    served,
+    spelled,
+    stage,
+)
 from tokens_kit import model
 
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.gateway import endpoint
-from polarnode.gateway.call import INLINE_CHARS, OUTBOX, KeepAlivePacing
-from polarnode.http.connections import DEPARTURE, WRITES, ConnectionWrites, Departure
+from polarnode.gateway.call import MAX_INLINE_CHARS, MAX_OUTBOX_COMMANDS, KeepAlivePacing
+from polarnode.http.connections import DEPARTURE_KEY, WRITES, ClientDeparture, ConnectionWrites
 
 VOCAB = model().tokenizer.vocab_size
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -233,7 +244,7 @@ async def test_tools_nested_without_end_are_refused_before_a_plan() -> None:
     for _ in range(200):
         deep = {"properties": deep}
     tool = {"type": "function", "function": {"name": "deep", "parameters": deep}}
-    asgi = Asgi()
+    asgi = AsgiClient()
     await asgi.request(here.app, CHAT, chat_body(tools=[tool]))
     assert (asgi.status, json.loads(asgi.body)["error"]["param"]) == (400, "tools")
     assert here.s1.counters.refusals == {"bad_request": 1}
@@ -293,7 +304,7 @@ async def test_a_session_that_spent_its_turns_is_told_to_stop() -> None:
 async def test_a_long_request_is_too_long_in_both_shapes(
     monkeypatch: pytest.MonkeyPatch, letters: int
 ) -> None:
-    monkeypatch.setattr(endpoint, "IMAGES_BYTES", 50_000)
+    monkeypatch.setattr(endpoint, "MAX_IMAGES_BYTES", 50_000)
     here = stage(scripted("x"), context=1000)
     long: Any = [{"role": "user", "content": "xy" * (letters // 2)}]
     async with served(here.app) as base:
@@ -428,7 +439,7 @@ async def test_the_first_words_arrive_before_the_last_are_sampled() -> None:
 async def test_an_answer_of_twenty_minutes_is_kept_alive(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, CHAT, chat_body(stream=True))
         await trio.sleep(1200)
@@ -445,7 +456,7 @@ async def test_an_answer_of_twenty_minutes_is_kept_alive(autojump_clock: trio.te
 async def test_an_unstreamed_answer_waits_without_a_word(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, CHAT, chat_body())
         await trio.sleep(290)
@@ -460,7 +471,7 @@ async def test_a_client_that_stops_reading_holds_up_nobody_else(
     """Neither the end of its session, which must record what was sampled, nor its own record."""
     engine = HandEngine()
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     stuck = trio.Event()
 
     async def deaf_send(message: Any) -> None:
@@ -474,7 +485,7 @@ async def test_a_client_that_stops_reading_holds_up_nobody_else(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, app, CHAT, chat_body(stream=True))
-        for _ in range(OUTBOX + 5):
+        for _ in range(MAX_OUTBOX_COMMANDS + 5):
             engine.give("word ")
         await trio.sleep(5)
         started = trio.current_time()
@@ -563,7 +574,7 @@ async def test_a_sample_that_ends_without_a_reason_is_the_engines_failure(
             raise StopAsyncIteration
 
     here = stage(Mute())
-    asgi = Asgi()
+    asgi = AsgiClient()
     await asgi.request(here.app, CHAT, chat_body())
     assert asgi.status == 500
     assert [turn.state for turn in here.turns] == ["failed"]
@@ -574,7 +585,7 @@ async def test_a_session_that_closes_cuts_its_streams_and_answers_its_waiting(
 ) -> None:
     engine = HandEngine()
     here = stage(engine)
-    streamed, whole = Asgi(), Asgi()
+    streamed, whole = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(streamed.request, here.app, CHAT, chat_body(stream=True))
         await engine.asked.wait()
@@ -609,7 +620,7 @@ async def test_a_cut_turn_is_recorded_before_the_engine_is_waited_for(
 
     engine = SlowToAbort()
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     engine.give("Half a ")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, CHAT, chat_body(stream=True))
@@ -643,7 +654,7 @@ async def test_the_tasks_sampling_reaches_the_engine() -> None:
 async def test_a_stop_string_aborts_the_engine(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
-    asgi = Asgi()
+    asgi = AsgiClient()
     engine.give("one STOP two")
     await asgi.request(here.app, CHAT, chat_body(stop=["STOP"]))
     assert json.loads(asgi.body)["choices"][0]["message"]["content"].strip() == "one"
@@ -663,14 +674,14 @@ async def test_long_requests_do_not_hold_up_the_loop() -> None:
     here.plane.model.engine.context_length = 10_000_000
     text = "some words, again and again. " * 30_000
     steps = _Steps()
-    asgi = Asgi()
+    asgi = AsgiClient()
     trio.lowlevel.add_instrument(steps)
     started = process_time()
     await asgi.request(here.app, CHAT, chat_body(text=text))
     took = process_time() - started
     trio.lowlevel.remove_instrument(steps)
     assert asgi.status == 200
-    assert len(text) > INLINE_CHARS
+    assert len(text) > MAX_INLINE_CHARS
     assert steps.longest < took / 2
 
 
@@ -693,7 +704,7 @@ class _Steps(trio.abc.Instrument):
 async def test_a_cancelled_node_records_what_it_has(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here: Stage = stage(engine, pacing=KeepAlivePacing(opening_s=0.5, quiet_s=1.0))
-    asgi = Asgi()
+    asgi = AsgiClient()
     engine.give("Half a ")
     with trio.move_on_after(3):
         await asgi.request(here.app, CHAT, chat_body(stream=True))
@@ -727,7 +738,7 @@ async def test_a_client_that_closes_its_socket_ends_its_call(stream: bool) -> No
 async def test_a_client_that_left_while_its_body_was_read_is_never_generated_for() -> None:
     engine = HandEngine()
     here = stage(engine)
-    departure = Departure(left=True)
+    departure = ClientDeparture(left=True)
     scope: Any = {
         "type": "http",
         "http_version": "1.1",
@@ -735,7 +746,7 @@ async def test_a_client_that_left_while_its_body_was_read_is_never_generated_for
         "path": CHAT,
         "query_string": b"",
         "headers": [(b"authorization", b"Bearer key-s1")],
-        "state": {WRITES: ConnectionWrites(broken=True), DEPARTURE: departure},
+        "state": {WRITES: ConnectionWrites(broken=True), DEPARTURE_KEY: departure},
     }
 
     async def receive() -> Any:

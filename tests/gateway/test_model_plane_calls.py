@@ -14,7 +14,7 @@ import trio
 import trio.testing
 from attrs import define, evolve
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, HandEngine, answers, new_session, prompts, served, spelled, stage
+from plane_kit import CONTEXT, AsgiClient, HandEngine, answers, new_session, prompts, served, spelled, stage
 from providers_kit import a_call
 from tokens_kit import model
 
@@ -22,7 +22,7 @@ from polarnode.core.conversation import Constraint, ModelRequest, Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.task import BuilderSpec
-from polarnode.gateway.call import Incoming
+from polarnode.gateway.call import IncomingCall
 from polarnode.gateway.machine import resumable
 from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
@@ -66,8 +66,8 @@ def body(**said: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [HI]} | said).encode()
 
 
-async def ask(app: Any, path: str, asked: bytes) -> Asgi:
-    asgi = Asgi()
+async def ask(app: Any, path: str, asked: bytes) -> AsgiClient:
+    asgi = AsgiClient()
     await asgi.request(app, path, asked)
     return asgi
 
@@ -174,7 +174,7 @@ async def test_budgets_count_each_choice(autojump_clock: trio.testing.MockClock)
 async def test_a_session_that_closes_cuts_every_choice(autojump_clock: trio.testing.MockClock) -> None:
     hold = trio.Event()
     here = stage(scripted("One is long.", "Two is long.", chunk=1, hold=hold))
-    asgi = Asgi()
+    asgi = AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, CHAT, body(n=2))
         await trio.sleep(1)
@@ -507,7 +507,7 @@ async def test_an_upgrade_is_answered_426_under_any_prefix(prefix: str, key: str
 def test_a_name_is_shared_only_by_those_who_may_have_the_same_answer() -> None:
     session = new_session("s")
     asked = a_call().request
-    same = Incoming(session=session, dialect=OPENAI_CHAT, request=asked, key="body")
+    same = IncomingCall(session=session, dialect=OPENAI_CHAT, request=asked, key="body")
     others = (
         evolve(same, key="other"),
         evolve(same, dialect=ANTHROPIC),

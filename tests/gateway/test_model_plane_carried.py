@@ -8,16 +8,16 @@ from typing import Any
 
 import trio
 from fakes_engine import ScriptedEngine, routes
-from plane_kit import CONTEXT, Asgi, Stage, answers, stage
+from plane_kit import CONTEXT, AsgiClient, Stage, answers, stage
 from tokens_kit import model
 
 from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.endpoint import ModelPlane
 from polarnode.merge.ledger import chain
-from polarnode.merge.token_extras import CUT, LIMIT, SessionExtras, note, row_extras
+from polarnode.merge.token_extras import CUT, SIZE_LIMIT_REASON, SessionExtras, note, row_extras
 from polarnode.node.config import NodeConfig
-from polarnode.node.settings import why_unrouted
+from polarnode.node.settings import no_experts_reason
 
 LAYERS = 2
 CHAT = "/v1/chat/completions"
@@ -42,13 +42,13 @@ def mixture(*texts: str, **said: Any) -> ScriptedEngine:
     )
 
 
-async def talk(made: Stage, *texts: str, asgi: Asgi | None = None) -> str:
+async def talk(made: Stage, *texts: str, asgi: AsgiClient | None = None) -> str:
     """A chat request: the user's texts with the answers they got between them, where they are told."""
     said = [
         {"role": "user" if place % 2 == 0 else "assistant", "content": text}
         for place, text in enumerate(texts)
     ]
-    asgi = asgi or Asgi()
+    asgi = asgi or AsgiClient()
     await asgi.request(made.app, CHAT, json.dumps({"model": "m", "messages": said}).encode())
     answer: str = json.loads(asgi.body)["choices"][0]["message"]["content"] if asgi.sent else ""
     return answer
@@ -103,7 +103,7 @@ async def test_a_rewritten_history_begins_anew_and_a_branch_at_its_fork() -> Non
 
 async def test_what_a_cut_turn_lacks_the_next_one_fills(autojump_clock: trio.abc.Clock) -> None:
     engine = mixture("one and a long answer that is cut", "the end", "after it", hold=trio.Event())
-    made, asgi = carrying(engine), Asgi()
+    made, asgi = carrying(engine), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(talk_streamed, made.plane, asgi)
         await trio.sleep(1)
@@ -122,7 +122,7 @@ async def test_what_a_cut_turn_lacks_the_next_one_fills(autojump_clock: trio.abc
     assert made.s1.metrics()["uncarried_turns"] == 1
 
 
-async def talk_streamed(plane: ModelPlane, asgi: Asgi) -> None:
+async def talk_streamed(plane: ModelPlane, asgi: AsgiClient) -> None:
     body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
     await asgi.request(plane.app_for("s1"), CHAT, json.dumps(body).encode())
 
@@ -138,15 +138,18 @@ async def test_beyond_its_limit_a_session_goes_on_and_says_so() -> None:
     second = await talk(made, "hi", first, "go on")
     assert engine.orders[1].routed_from is not None
     assert (made.turns[1].top, made.turns[1].routed) == (None, None)
-    assert made.turns[1].notes[-2:] == (note("top_logprobs", LIMIT), note("routed_experts", LIMIT))
+    assert made.turns[1].notes[-2:] == (
+        note("top_logprobs", SIZE_LIMIT_REASON),
+        note("routed_experts", SIZE_LIMIT_REASON),
+    )
     made.s1.carrier.limit = spent
     await talk(made, "hi", first, "go on", second, "more")
     assert (engine.orders[2].routed_from, engine.orders[2].top_logprobs) == (None, 0)
     assert made.turns[2].notes[-2:] == made.turns[1].notes[-2:]
     assert (made.s1.metrics()["carried_bytes"], made.s1.metrics()["uncarried_turns"]) == (spent, 2)
     assert row_extras(line(made.turns, 2), {0, 1, 2}).missing_extras == (
-        f"top_logprobs: turn 2 has none: {LIMIT}",
-        f"routed_experts: turn 2 has none: {LIMIT}",
+        f"top_logprobs: turn 2 has none: {SIZE_LIMIT_REASON}",
+        f"routed_experts: turn 2 has none: {SIZE_LIMIT_REASON}",
     )
 
 
@@ -160,17 +163,17 @@ async def test_a_session_that_carries_nothing_asks_for_nothing() -> None:
 
 
 def test_a_node_says_why_its_engine_tells_no_experts(tmp_path: Path) -> None:
-    simulated = why_unrouted(NodeConfig(engine="simulated", gpus=(0,)), model())
+    simulated = no_experts_reason(NodeConfig(engine="simulated", gpus=(0,)), model())
     assert (
         simulated
         == "the simulated engine's answers are random, and no experts read them; leave it out, or start a"
         " real engine"
     )
     assert (
-        why_unrouted(NodeConfig(cpu=True), model())
+        no_experts_reason(NodeConfig(cpu=True), model())
         == "the model tiny is dense: it has no experts; leave it out"
     )
     (tmp_path / "config.json").write_text('{"num_experts": 128}')
-    assert why_unrouted(NodeConfig(cpu=True, model=str(tmp_path)), model()).endswith(
+    assert no_experts_reason(NodeConfig(cpu=True, model=str(tmp_path)), model()).endswith(
         "start the node with --routed-experts"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio.testing
 from fakes_engine import ScriptedEngine
-from plane_kit import CONTEXT, Asgi, Stage, answers, stage
+from plane_kit import CONTEXT, AsgiClient, Stage, answers, stage
 from tokens_kit import model
 
 CHAT, MESSAGES, RESPONSES, GEMINI = (
@@ -100,7 +100,7 @@ async def until_refused(
     first: Any = {"role": "user", "content": "hi"}
     history: list[Any] = [{"role": "user", "parts": [{"text": "hi"}]} if path == GEMINI else first]
     for number in range(most):
-        asgi = Asgi()
+        asgi = AsgiClient()
         await asgi.request(here.app, path, json.dumps({"model": "m", name: history, **rest}).encode())
         if asgi.status != 200:
             assert asgi.status == 400
@@ -160,7 +160,7 @@ async def test_a_history_that_came_with_the_first_request_is_not_this_sessions(
     here = stage(scripted("A.", "B.", "C."), max_repeats=2)
     foreign = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]
     asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}, *foreign * 5]}
-    asgi = Asgi()
+    asgi = AsgiClient()
     await asgi.request(here.app, CHAT, json.dumps(asked).encode())
     assert asgi.status == 200
 
@@ -179,6 +179,6 @@ async def test_a_loop_of_one_agent_ends_the_whole_run(autojump_clock: trio.testi
 async def test_a_request_sent_again_is_no_other_turn(autojump_clock: trio.testing.MockClock) -> None:
     here, history = stage(scripted(a_look()), max_repeats=2), [{"role": "user", "content": "hi"}]
     for _ in range(5):
-        asgi = Asgi()
+        asgi = AsgiClient()
         await asgi.request(here.app, CHAT, json.dumps({"model": "m", "messages": history}).encode())
         assert asgi.status == 200

@@ -9,11 +9,11 @@ import pytest
 import trio
 import trio.lowlevel
 import trio.testing
-from plane_kit import Asgi, HandEngine, Stage, new_session, prompts, spelled, stage
+from plane_kit import AsgiClient, HandEngine, Stage, new_session, prompts, spelled, stage
 
 from polarnode.core.errors import EngineError, EngineRefusal
-from polarnode.gateway.call_events import FREE_REPEATS
-from polarnode.gateway.live_sessions import TWIN_S
+from polarnode.gateway.call_events import MAX_FREE_REPEATS
+from polarnode.gateway.live_sessions import MAX_TWIN_WAIT_S
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 PATHS = [CHAT, MESSAGES, RESPONSES, "/v1beta/models/m:generateContent"]
@@ -37,15 +37,15 @@ def body(path: str = CHAT, text: str = "hi", *, stream: bool = False, **said: An
     return json.dumps(asked | said).encode()
 
 
-async def ask(here: Stage, path: str, asked: bytes, *, leave_at: int | None = None) -> Asgi:
-    asgi = Asgi(leave_at=leave_at)
+async def ask(here: Stage, path: str, asked: bytes, *, leave_at: int | None = None) -> AsgiClient:
+    asgi = AsgiClient(leave_at=leave_at)
     await asgi.request(here.app, path, asked)
     return asgi
 
 
-async def cut(here: Stage, engine: HandEngine, asked: bytes, *pieces: str, path: str = CHAT) -> Asgi:
+async def cut(here: Stage, engine: HandEngine, asked: bytes, *pieces: str, path: str = CHAT) -> AsgiClient:
     """A call whose client leaves when the engine has given these pieces."""
-    asgi = Asgi()
+    asgi = AsgiClient()
     engine.channel = trio.open_memory_channel[Any](100)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(asgi.request, here.app, path, asked)
@@ -221,7 +221,7 @@ async def test_calls_are_given_again_under_their_ids(
     await ask(here, MESSAGES, asked, leave_at=1)
     again = json.loads((await ask(here, MESSAGES, asked)).body)
     assert [block["type"] for block in again["content"]] == ["text", "tool_use"]
-    ours = here.s1.lineages.references.prove(again["content"][1]["id"])
+    ours = here.s1.lineages.references.find_turn(again["content"][1]["id"])
     assert ours == here.turns[0].index
 
 
@@ -271,12 +271,12 @@ async def test_two_clients_that_are_both_there_get_an_answer_each(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine)
-    first, second = Asgi(), Asgi()
+    first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first.request, here.app, CHAT, body())
         await trio.sleep(0.01)
         nursery.start_soon(second.request, here.app, CHAT, body())
-        await trio.sleep(TWIN_S - 0.05)
+        await trio.sleep(MAX_TWIN_WAIT_S - 0.05)
         assert len(engine.orders) == 1
         await trio.sleep(0.1)
         assert len(engine.orders) == 2
@@ -296,7 +296,7 @@ async def test_an_answer_on_its_way_to_one_client_is_not_given_to_another(
     one.
     """
     here = stage(engine)
-    first, second = Asgi(reading=trio.Event()), Asgi()
+    first, second = AsgiClient(reading=trio.Event()), AsgiClient()
     engine.give("One.", "<|im_end|>", finish="stop")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first.request, here.app, CHAT, body())
@@ -319,13 +319,13 @@ async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine)
-    first, second = Asgi(), Asgi()
+    first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first.request, here.app, CHAT, body())
         engine.give("Half a ")
         await trio.sleep(1)
         nursery.start_soon(second.request, here.app, CHAT, body())
-        await trio.sleep(TWIN_S / 2)
+        await trio.sleep(MAX_TWIN_WAIT_S / 2)
         first.leave()
         await trio.lowlevel.checkpoint()
         await engine.left.wait()
@@ -338,7 +338,7 @@ async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine)
-    first, second = Asgi(), Asgi()
+    first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(first.request, here.app, CHAT, body())
         await trio.sleep(0.01)
@@ -391,13 +391,15 @@ async def test_repeated_drops_cost_one_turn(
     assert b"budget" in (await ask(here, path, asked)).body
 
 
-@pytest.mark.parametrize(("said", "turns"), [({}, 1 + FREE_REPEATS + 1), ({"n": 2}, 2 * (1 + FREE_REPEATS))])
+@pytest.mark.parametrize(
+    ("said", "turns"), [({}, 1 + MAX_FREE_REPEATS + 1), ({"n": 2}, 2 * (1 + MAX_FREE_REPEATS))]
+)
 async def test_endless_drops_spend_budget(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, said: dict[str, Any], turns: int
 ) -> None:
     """A client that leaves again and again, and never gets any further, does not ask for ever."""
     here = stage(engine, max_turns=2)
-    for _ in range(FREE_REPEATS + 9):
+    for _ in range(MAX_FREE_REPEATS + 9):
         await cut(here, engine, body(**said))
     assert len(here.turns) == turns
     assert here.s1.spent_clock == "turns"

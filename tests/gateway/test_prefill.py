@@ -14,7 +14,7 @@ from test_model_plane_retries import CHAT, MESSAGES, ask, cut
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message, ToolCall
-from polarnode.gateway.call import INLINE_CHARS, Model
+from polarnode.gateway.call import MAX_INLINE_CHARS, Model
 from polarnode.merge.builders import prefix_merging
 
 USER = {"role": "user", "content": "Count."}
@@ -162,10 +162,10 @@ async def test_long_prompt_in_thread(engine: HandEngine, monkeypatch: pytest.Mon
         return ()
 
     monkeypatch.setattr("polarnode.tokens.template.argument_notes", noted)
-    said = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"a": "b" * INLINE_CHARS}}
+    said = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"a": "b" * MAX_INLINE_CHARS}}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
     for messages in (
-        (USER, {"role": "assistant", "content": "1, 2," * INLINE_CHARS}),
+        (USER, {"role": "assistant", "content": "1, 2," * MAX_INLINE_CHARS}),
         (USER, {"role": "assistant", "content": [said]}, {"role": "user", "content": [result]}),
     ):
         engine.give("3", "<|im_end|>", finish="stop")

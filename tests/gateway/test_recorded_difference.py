@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_kit import DIALECTS, Client, Dialect, linear
 
 from polarnode.gateway.recorded_difference import CONTEXT, WINDOW, compare_sessions
-from polarnode.gateway.recorded_request import Recorded, read_recorded
+from polarnode.gateway.recorded_request import RecordedRequest, read_recorded
 from polarnode.providers.contract import NoMemory
 
 HARNESSES = Path(__file__).parents[1] / "data" / "providers"
@@ -20,14 +20,14 @@ LISTING = (
 )
 
 
-def session(*histories: list[dict[str, Any]], name: str = "", **more: Any) -> list[Recorded]:
+def session(*histories: list[dict[str, Any]], name: str = "", **more: Any) -> list[RecordedRequest]:
     return [
         recorded(f"{name}{number:02}", {"model": "m", "messages": messages, **more})
         for number, messages in enumerate(histories, 1)
     ]
 
 
-def recorded(file: str, body: Any, target: str = "/v1/chat/completions") -> Recorded:
+def recorded(file: str, body: Any, target: str = "/v1/chat/completions") -> RecordedRequest:
     entry = {"method": "POST", "target": target, "headers": [], "body": body}
     return read_recorded(file, json.dumps(entry).encode(), NoMemory())
 
@@ -45,7 +45,7 @@ def result(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def agent(minute: str, call_id: str = "c1", name: str = "") -> list[Recorded]:
+def agent(minute: str, call_id: str = "c1", name: str = "") -> list[RecordedRequest]:
     history = [user("list"), called(call_id), result(call_id, LISTING.format(minute, minute)), user("more")]
     return session(history[:1], history[:3], history, name=name)
 
@@ -136,7 +136,7 @@ def test_what_is_not_read_is_no_equality_and_probes_are_not_compared() -> None:
 def test_a_changed_result_is_found_in_every_dialect(dialect: Dialect) -> None:
     entries = linear(Client(dialect=dialect), turns=6)
 
-    def read(change: bool) -> list[Recorded]:
+    def read(change: bool) -> list[RecordedRequest]:
         return [
             read_recorded(
                 f"{number:02}",

@@ -15,11 +15,11 @@ from replay_kit import (
     Dialect,
     Recording,
     compacted,
-    delegating,
+    delegating_session,
     linear,
     probes,
     resumed,
-    titled,
+    titled_session,
     volatile,
     volatile_end,
     with_retries,
@@ -123,7 +123,7 @@ def test_probes_are_no_turns(client: Client) -> None:
 
 
 def test_a_title_before_the_conversation_is_a_side_call(client: Client) -> None:
-    lines = played(titled(client))
+    lines = played(titled_session(client))
     assert [line.role for line in lines] == ["auxiliary", *["main"] * 24]
     assert total(lines).main_lineages == 1
 
@@ -136,7 +136,7 @@ def test_a_compaction_starts_a_lineage_and_the_call_for_it_is_a_side_call(client
 
 
 def test_unmarked_subagents_are_known_by_their_task(client: Client) -> None:
-    lines = played(delegating(client))
+    lines = played(delegating_session(client))
     assert kinds(lines) == {"root": 3, "extend": len(lines) - 3}
     assert Counter((line.lineage, line.role) for line in lines) == {
         (0, "main"): 12,
@@ -148,7 +148,7 @@ def test_unmarked_subagents_are_known_by_their_task(client: Client) -> None:
 def test_marked_subagents_are_known_by_their_headers() -> None:
     client = Client(dialect="anthropic", headers={"X-Claude-Code-Session-Id": "s"})
     lines = played(
-        delegating(
+        delegating_session(
             client, lambda each, k: evolve(each, headers=each.headers | {"x-claude-code-agent-id": f"a{k}"})
         )
     )

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from polarnode.gateway.recorded_request import Recorded, read_recorded
+from polarnode.gateway.recorded_request import RecordedRequest, read_recorded
 from polarnode.providers.contract import NoMemory
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -17,7 +17,7 @@ TARGET = "/sessions/s/v1/chat/completions"
 PAIRS = [["X-Session-Id", "ses_1"], ["Content-Type", "application/json"]]
 
 
-def read(said: Any, response: bytes | None = None) -> Recorded:
+def read(said: Any, response: bytes | None = None) -> RecordedRequest:
     return read_recorded("01-request.json", json.dumps(said).encode(), NoMemory(), response=response)
 
 

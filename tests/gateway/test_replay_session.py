@@ -5,7 +5,7 @@ from typing import Any
 
 from tokens_kit import model
 
-from polarnode.gateway.recorded_request import Recorded, read_recorded
+from polarnode.gateway.recorded_request import RecordedRequest, read_recorded
 from polarnode.gateway.replay import Line, added, replay_session, total
 from polarnode.providers.contract import NoMemory
 
@@ -16,7 +16,7 @@ TOOL = {
 HELLO = {"role": "user", "content": "hello"}
 
 
-def recorded(number: int, body: dict[str, Any]) -> Recorded:
+def recorded(number: int, body: dict[str, Any]) -> RecordedRequest:
     said = {"method": "POST", "target": "/v1/chat/completions", "headers": [], "body": {"model": "m", **body}}
     return read_recorded(f"{number}", json.dumps(said).encode(), NoMemory())
 

@@ -10,10 +10,10 @@ from polarnode.core.errors import ContextTooLong, Refused
 from polarnode.gateway.endpoint import (
     BODY_BYTES,
     CHARS_PER_TOKEN,
-    CONSTRAINT_CHARS,
-    CONSTRAINT_MEMBERS,
-    IMAGES_BYTES,
     MARKS,
+    MAX_CONSTRAINT_CHARS,
+    MAX_CONSTRAINT_MEMBERS,
+    MAX_IMAGES_BYTES,
     RequestLimits,
     check_constraint,
 )
@@ -29,7 +29,7 @@ def said(*messages: Message, tools: tuple[Tool, ...] = ()) -> Conversation:
 
 
 def test_a_body_has_room_for_its_context_and_for_images() -> None:
-    assert LIMITS.body_bytes == 16_000 + IMAGES_BYTES
+    assert LIMITS.body_bytes == 16_000 + MAX_IMAGES_BYTES
     assert RequestLimits(10_000_000).body_bytes == BODY_BYTES
 
 
@@ -76,9 +76,9 @@ def test_what_is_not_parsed_is_recorded_as_text() -> None:
 
 
 def test_a_constraint_that_compiles_for_ever_is_refused() -> None:
-    members = {f"p{number}": {"type": "string"} for number in range(CONSTRAINT_MEMBERS + 1)}
+    members = {f"p{number}": {"type": "string"} for number in range(MAX_CONSTRAINT_MEMBERS + 1)}
     for kind, text in (
-        ("regex", "a" * (CONSTRAINT_CHARS + 1)),
+        ("regex", "a" * (MAX_CONSTRAINT_CHARS + 1)),
         ("json_schema", json.dumps({"properties": members})),
         ("json_schema", json.dumps({"anyOf": [{"items": {"properties": members}}]})),
     ):

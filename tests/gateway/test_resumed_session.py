@@ -9,7 +9,7 @@ import pytest
 import trio.testing
 from attrs import define, field, frozen
 from fakes_engine import ScriptedEngine
-from plane_kit import Asgi, Stage, new_session, prompts, stage
+from plane_kit import AsgiClient, Stage, new_session, prompts, stage
 from test_model_plane_repeats import CHAT, DIALECTS, GEMINI, MESSAGES, RESPONSES, a_look, scripted
 
 from polarnode.core.conversation import Conversation
@@ -17,7 +17,7 @@ from polarnode.core.errors import ForkError
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.merge.lineage import Lineages
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.dialect import route
 from polarnode.providers.volatile import RESUME_MARKER
 
@@ -44,18 +44,18 @@ class Asker:
         name, rest, _ = DIALECTS[self.path]
         return json.dumps({"model": "m", name: history, **rest, **changed}).encode()
 
-    async def ask(self, history: History, key: str, **changed: Any) -> Asgi:
-        asgi = Asgi()
+    async def ask(self, history: History, key: str, **changed: Any) -> AsgiClient:
+        asgi = AsgiClient()
         await asgi.request(self.here.app, self.path, self.body(history, **changed), key=key)
         return asgi
 
-    def then(self, history: History, asgi: Asgi, result: str) -> History:
+    def then(self, history: History, asgi: AsgiClient, result: str) -> History:
         return history + DIALECTS[self.path][2](json.loads(asgi.body), result)
 
     def conversation(self, history: History) -> Conversation:
         found = route("POST", self.path, {})
         assert found is not None
-        envelope = Envelope(model=found.model, stream=found.stream)
+        envelope = RequestEnvelope(model=found.model, stream=found.stream)
         return found.dialect.read(self.body(history), envelope).conversation
 
 
@@ -69,7 +69,7 @@ class Forked:
     histories: list[History]
     ended: list[None] = field(factory=list)
 
-    async def ask(self, history: History, **changed: Any) -> Asgi:
+    async def ask(self, history: History, **changed: Any) -> AsgiClient:
         return await self.asker.ask(history, "key-fork", **changed)
 
 

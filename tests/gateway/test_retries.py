@@ -8,7 +8,7 @@ from providers_kit import a_call
 from polarnode.core.conversation import Answer, TextPart, Usage
 from polarnode.gateway import live_sessions
 from polarnode.gateway.call_events import CutCall, UndeliveredResponse
-from polarnode.gateway.live_sessions import TWIN_S, Retries, wait_ended
+from polarnode.gateway.live_sessions import MAX_TWIN_WAIT_S, Retries, wait_ended
 
 
 def whole(text: str = "x") -> UndeliveredResponse:
@@ -65,7 +65,7 @@ def test_it_is_sent_again_under_its_names_to_the_request_that_comes_again() -> N
 def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live_sessions, "UNDELIVERED", 2)
+    monkeypatch.setattr(live_sessions, "MAX_UNDELIVERED", 2)
     session = Retries()
     for name in ("a", "b", "a", "c"):
         left(session, name, CutCall(1))
@@ -92,7 +92,7 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
         nursery.start_soon(ask, "other", 9)
         await trio.sleep(0.2)
         nursery.start_soon(ask, "body", 9)
-    assert waited == pytest.approx([0, 0, 0.09, TWIN_S])
+    assert waited == pytest.approx([0, 0, 0.09, MAX_TWIN_WAIT_S])
     assert session._in_progress == {}
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx2
 import pytest
 import trio
-from plane_kit import Asgi, HandEngine, served, stage
+from plane_kit import AsgiClient, HandEngine, served, stage
 
 from polarnode.gateway.recorded_request import read_recorded
-from polarnode.gateway.recordings import MASK, Recordings, recorded
+from polarnode.gateway.recordings import KEY_MASK, Recordings, recorded
 from polarnode.providers.contract import NoMemory
 
 BODY = b'{"model": "m",  "messages": [{"role": "user", "content": "h\\u00e9"}], "temperature": 1.0}'
@@ -28,11 +28,11 @@ def test_a_request_is_kept_as_it_came_but_for_its_keys(target: str) -> None:
     assert (said["method"], said["body"]) == ("POST", json.loads(BODY))
     assert BODY in content, "letter for letter"
     assert said["headers"] == [
-        ["Authorization", f"Bearer {MASK}"],
-        ["x-goog-api-key", MASK],
+        ["Authorization", f"Bearer {KEY_MASK}"],
+        ["x-goog-api-key", KEY_MASK],
         ["x-other", "said"],
     ]
-    assert said["target"] == target.replace("sk-1", MASK).replace("sk-3", MASK)
+    assert said["target"] == target.replace("sk-1", KEY_MASK).replace("sk-3", KEY_MASK)
     assert b"sk-" not in content
 
 
@@ -64,7 +64,7 @@ async def test_the_plane_keeps_what_comes_through_a_door_probes_too(tmp_path: Pa
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
-    clients = [Asgi(), Asgi()]
+    clients = [AsgiClient(), AsgiClient()]
     for client, path in zip(clients, ("/v1/chat/completions", "/api/show"), strict=True):
         engine.give("Yes.", "<|im_end|>", finish="stop")
         await client.request(here.app, path, BODY)
@@ -99,7 +99,7 @@ async def test_what_was_sent_of_a_cut_stream_is_kept(tmp_path: Path) -> None:
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
-    client = Asgi()
+    client = AsgiClient()
     engine.give("One ")
     with trio.fail_after(10):
         async with trio.open_nursery() as nursery:
@@ -120,7 +120,7 @@ async def test_what_was_sent_of_a_cut_stream_is_kept(tmp_path: Path) -> None:
 async def test_a_refusal_is_read_back_as_a_request_without_an_answer(tmp_path: Path) -> None:
     here = stage(HandEngine())
     here.plane.recordings = Recordings(tmp_path)
-    await Asgi().request(here.app, "/v1/chat/completions", b'{"messages": 7}')
+    await AsgiClient().request(here.app, "/v1/chat/completions", b'{"messages": 7}')
     kept = content(tmp_path, "s1/01-response.txt")
     assert kept.startswith(b"HTTP/1.1 400\r\n")
     assert read_recorded("1", content(tmp_path, "s1/01-request.json"), NoMemory(), response=kept).error

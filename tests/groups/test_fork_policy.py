@@ -8,7 +8,7 @@ from trainers_kit import make_turn, publish
 
 from polarnode.core.task import ForkPolicy, ForkRule, GroupSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.groups.fork_policy import ForkPlace, fork_place, fork_turns, forkable, uncertainty
+from polarnode.groups.fork_policy import ForkPlace, fork_place, fork_turns, forkable_turns, turn_uncertainty
 
 
 def session(*logprobs: float) -> Trajectory:
@@ -68,8 +68,8 @@ def test_turns_of_sub_agents_and_cut_ones_are_no_states_to_fork() -> None:
     root = make_turn(0, None, [1], [2])
     cut, other = make_turn(1, root, [1], [2], state="partial"), make_turn(2, None, [1], [2], role="subagent")
     last = make_turn(3, root, [1], [2], logprobs=[-2.0])
-    assert [turn.index for turn in forkable([root, cut, other, last])] == [3]
-    assert uncertainty(last) == 2.0
+    assert [turn.index for turn in forkable_turns([root, cut, other, last])] == [3]
+    assert turn_uncertainty(last) == 2.0
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.sampled_from(["even", "entropy"]))

@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from journal_samples import make_trajectory
-from trainers_kit import one_row, two_rows
+from trainers_kit import one_row, session_of_two_rows
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
@@ -17,22 +17,22 @@ from polarnode.core.status import RewardEvent
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Outcome, Trajectory, VersionSpan
 from polarnode.groups import (
-    EARLY_STOP,
-    Facts,
+    EARLY_STOP_REASON,
     Group,
+    SessionFacts,
     facts_of,
     group_json,
     judged,
     judged_again,
     read_group,
     rows_of,
-    stamped,
+    stamp_staleness,
     updates_behind,
     with_rewards,
 )
-from polarnode.groups.group import member_of
+from polarnode.groups.group import make_member
 
-EARLY = Outcome(status="cancelled", reason=f"{EARLY_STOP} in run: 2 usable sessions were wanted")
+EARLY = Outcome(status="cancelled", reason=f"{EARLY_STOP_REASON} in run: 2 usable sessions were wanted")
 LOST = Outcome(status="error", boundary="engine")
 
 
@@ -43,9 +43,9 @@ def facts(
     outcome: Outcome | str = "completed",
     trainable: int | None = 5,
     behind: int | None = 0,
-) -> Facts:
+) -> SessionFacts:
     outcome = Outcome(status=outcome) if isinstance(outcome, str) else outcome  # type: ignore[arg-type]
-    return Facts(
+    return SessionFacts(
         session_id=f"s{index}",
         sample_index=index,
         outcome=outcome,
@@ -55,7 +55,7 @@ def facts(
     )
 
 
-def group(*members: Facts, **spec: Any) -> Group:
+def group(*members: SessionFacts, **spec: Any) -> Group:
     placed = [evolve(each, session_id=f"s{index}", sample_index=index) for index, each in enumerate(members)]
     return judged(GroupSpec(**spec), placed, task_id="t", group_id="g")
 
@@ -74,7 +74,7 @@ def group(*members: Facts, **spec: Any) -> Group:
         (facts(outcome="cancelled", reward=None), "no reward: cancelled"),
         (facts(outcome="timeout", reward=None), "no reward: timeout"),
         (facts(outcome=Outcome(status="error", boundary="evaluator"), reward=None), "no reward: error"),
-        (facts(outcome=EARLY, reward=None), EARLY_STOP),
+        (facts(outcome=EARLY, reward=None), EARLY_STOP_REASON),
         (facts(outcome=LOST, reward=None), "lost to the machine: engine"),
         (
             facts(outcome=Outcome(status="error", boundary="runtime"), reward=None),
@@ -84,8 +84,8 @@ def group(*members: Facts, **spec: Any) -> Group:
         (facts(trainable=0), "no trainable token"),
     ],
 )
-def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: Facts, why: str | None) -> None:
-    member = member_of(GroupSpec(), one)
+def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: SessionFacts, why: str | None) -> None:
+    member = make_member(GroupSpec(), one)
     assert (member.usable, member.why) == (why is None, why)
     assert (member.status, member.reward, member.staleness) == (one.outcome.status, one.reward, one.staleness)
 
@@ -105,7 +105,7 @@ def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: Facts, why: st
 def test_a_session_too_far_behind_is_dropped_or_marked(
     most: int | None, stale: Any, behind: int | None, usable: bool, is_stale: bool
 ) -> None:
-    member = member_of(GroupSpec(max_staleness=most, stale=stale), facts(behind=behind))
+    member = make_member(GroupSpec(max_staleness=most, stale=stale), facts(behind=behind))
     assert (member.usable, member.stale) == (usable, is_stale)
     assert member.why == (None if usable else f"stale: {behind} weight updates behind, {most} are allowed")
 
@@ -187,7 +187,7 @@ def test_staleness_is_the_updates_since_the_oldest_token(
     versions: tuple[str, ...], history: tuple[str, ...], behind: int | None
 ) -> None:
     assert updates_behind(sampled_by(*versions), history) == behind
-    assert stamped(sampled_by(*versions), history).staleness == behind
+    assert stamp_staleness(sampled_by(*versions), history).staleness == behind
 
 
 def test_an_update_inside_a_turn_counts_its_older_half() -> None:
@@ -292,7 +292,7 @@ SPECS = st.builds(
 
 @given(st.lists(FACTS, min_size=1, max_size=8), SPECS, st.randoms(use_true_random=False))
 def test_whatever_ended_how_a_group_is_judged_once_and_read_as_it_was(
-    members: list[Facts], spec: GroupSpec, random: Any
+    members: list[SessionFacts], spec: GroupSpec, random: Any
 ) -> None:
     placed = [evolve(each, session_id=f"s{index}", sample_index=index) for index, each in enumerate(members)]
     found = judged(spec, placed, task_id="t", group_id="g")
@@ -376,7 +376,7 @@ def test_a_slow_readers_group_is_stale() -> None:
 
 
 def test_a_stale_group_is_marked_where_its_task_says_so() -> None:
-    whole = ended(one_row(), two_rows(sample_index=1), max_staleness=1, stale="mark")
+    whole = ended(one_row(), session_of_two_rows(sample_index=1), max_staleness=1, stale="mark")
     later = judged_again(whole, [["7", "8", "9", "10"]])
     assert [(each.staleness, each.stale, each.usable) for each in later.members] == [(3, True, True)] * 2
     assert (later.state, len(later.usable)) == ("complete", 2)
@@ -386,7 +386,7 @@ def test_a_group_is_judged_by_what_its_task_asked() -> None:
     """Also where it was read from an event, and by the versions of an adapter. Without a limit, from a journal that
     did not keep it, or with versions that nobody knows, it stays as it is.
     """
-    fresh = two_rows(sample_index=1)
+    fresh = session_of_two_rows(sample_index=1)
     fresh = evolve(fresh, traces=fresh.traces[1:])  # of version 8 alone
     whole = ended(one_row(), fresh, max_staleness=1, min_usable=1)
     again = read_group(group_json(whole), whole.trajectories)

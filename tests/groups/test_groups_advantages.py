@@ -25,7 +25,7 @@ from polarnode.groups import (
     leave_one_out,
     rows_of,
 )
-from polarnode.groups.training_rows import EPSILON, scales
+from polarnode.groups.training_rows import SPREAD_EPSILON, scales
 from polarnode.groups.training_rows import Row as RowOfModule
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
@@ -40,7 +40,7 @@ def test_the_formulas_in_numbers() -> None:
     assert leave_one_out([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert leave_one_out([3.0, 1.0]) == pytest.approx([2.0, -2.0])
     assert group_normalised([1.0, 0.0, 0.0, 1.0], std=False) == (0.5, -0.5, -0.5, 0.5)
-    spread = sqrt(4 * 0.25 / 3) + EPSILON
+    spread = sqrt(4 * 0.25 / 3) + SPREAD_EPSILON
     assert group_normalised([1.0, 0.0, 0.0, 1.0]) == pytest.approx(
         [0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread]
     )
@@ -312,7 +312,7 @@ def test_rewards_of_turns_are_normalised_over_the_group_and_added_up_to_the_end(
     assert list(alone.advantages) == [0, 0, 0, 1, 0, 1], (
         "against the mean of the other session's turns, which is 2"
     )
-    spread = sqrt(2 / 3) + EPSILON
+    spread = sqrt(2 / 3) + SPREAD_EPSILON
     scaled, _ = rows_of([group(a, b)], process=True, estimator="grpo")
     assert list(scaled.advantages) == pytest.approx([0, 0, 0, 1 / spread, 0, 1 / spread])
 

@@ -12,24 +12,25 @@ import orjson
 import pytest
 import trio
 from attrs import evolve
-from fakes_runtime import Call, Program
+from fakes_runtime import Call, ProgramFunction
 from journal_samples import make_identity, make_trajectory
 from journal_writes import cancel_task, publish_end, submit_task
-from session_kit import Town, agent, task, town
+from session_kit import MemoryNode, agent, task, town
 from session_kit import life as life_of_node
 from trio.abc import Clock
 
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import GroupSpec, TaskSpec
-from polarnode.groups import EARLY_STOP, read_group, stopped_early
+from polarnode.groups import EARLY_STOP_REASON, read_group, stopped_early
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
-from polarnode.rollouts.scheduler import Scheduler, recover
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import Scheduler
 
 GONE = RuntimeFault("the container is gone")
 
 
-def paced(*runs: float | Exception) -> Program:
+def paced(*runs: float | Exception) -> ProgramFunction:
     """A harness whose first run makes one turn of so many seconds, or one of a second and then fails so; its
     second likewise. Further ones take for ever.
     """
@@ -48,7 +49,7 @@ def wanting(enough: int, **more: Any) -> GroupSpec:
     return GroupSpec(early_stop_min=enough, **more)
 
 
-def ends(place: Town) -> dict[int, str]:
+def ends(place: MemoryNode) -> dict[int, str]:
     """How the session that holds each place ended: its reward, or its outcome's reason."""
     return {
         each.sample_index: str(each.outcome.reason if each.reward is None else each.reward)
@@ -256,7 +257,7 @@ async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp
 
 
 @asynccontextmanager
-async def life(path: Path, program: Program) -> AsyncIterator[tuple[Journal, Scheduler]]:
+async def life(path: Path, program: ProgramFunction) -> AsyncIterator[tuple[Journal, Scheduler]]:
     async with life_of_node(path, {"agent": program}) as (journal, scheduler, _):
         yield journal, scheduler
 
@@ -267,10 +268,10 @@ async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
         ids = tuple(f"s{index}" for index in range(spec.num_samples))
         submit_task(journal, spec, task_id="t", session_ids=ids, idempotency_key=None)
         for index, session_id in enumerate(ids):
-            journal.session_started(evolve(make_identity(session_id, sample_index=index)))
+            journal.record_session(evolve(make_identity(session_id, sample_index=index)))
             found = make_trajectory(session_id, sample_index=index)
             for turn in found.turns:
-                journal.turn(turn)
+                journal.record_turn(turn)
             if index < over:
                 publish_end(journal, found)
 
@@ -291,7 +292,7 @@ async def test_a_recovered_group_that_has_enough_is_stopped_too(tmp_path: Path) 
     group = await the_group(path)
     assert (group.state, [member.why for member in group.members]) == (
         "early",
-        [None, None, EARLY_STOP, EARLY_STOP],
+        [None, None, EARLY_STOP_REASON, EARLY_STOP_REASON],
     )
     async with open_journal(path, now=time.time) as journal:
         stopped = await journal.trajectory("s3")

@@ -14,7 +14,7 @@ from polarnode.core.conversation import Sampling
 from polarnode.core.errors import Refused
 from polarnode.core.status import ScoredRow
 from polarnode.core.trajectory import ForkedFrom, Trajectory, Turn
-from polarnode.groups.policy_difference import SessionDifference, compared, left_out_of, rows_to_score
+from polarnode.groups.policy_difference import SessionDifference, compared, incomparable_turns, rows_to_score
 
 
 def under(trajectory: Trajectory, shift: float, version: str = "9") -> SessionDifference:
@@ -119,7 +119,9 @@ def test_what_was_sampled_from_another_distribution_is_left_out(used: Sampling, 
     root = make_turn(0, None, [1], [2, 3])
     other = evolve(make_turn(1, root, [4], [5]), used=used)
     last = make_turn(2, other, [6], [7])
-    assert [(each.turn, words in each.reason) for each in left_out_of([root, other, last])] == [(1, True)]
+    assert [(each.turn, words in each.reason) for each in incomparable_turns([root, other, last])] == [
+        (1, True)
+    ]
     found = under(publish([root, other, last]), 0.1)
     assert [each.turn for each in found.spans] == [0, 2]
     assert [each.turn for each in found.left_out] == [1]

@@ -16,7 +16,7 @@ from polarnode.core.arrays import floats, ids
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trace, Trajectory, TurnSpan
 from polarnode.groups import Estimator, Group, LossMean, Member, Row, forests_of, rows_of, tree_rows_of
-from polarnode.groups.training_rows import EPSILON
+from polarnode.groups.training_rows import SPREAD_EPSILON
 from polarnode.groups.trees import TreeCredit
 
 CREDITS: tuple[TreeCredit, ...] = get_args(TreeCredit)
@@ -149,7 +149,7 @@ def test_all_leaves_is_the_value_of_a_turn_less_that_of_the_problem() -> None:
 
 def test_tree_grpo_adds_the_advantage_in_the_tree_to_that_among_all() -> None:
     found = advantages(tree_rows_of([[TREE]], credit="tree_grpo", estimator="grpo"))
-    every, tree = sqrt((2 * 0.36 + 3 * 0.16) / 4) + EPSILON, sqrt(4 * 0.25 / 3) + EPSILON
+    every, tree = sqrt((2 * 0.36 + 3 * 0.16) / 4) + SPREAD_EPSILON, sqrt(4 * 0.25 / 3) + SPREAD_EPSILON
     assert found["a", 3] == pytest.approx(0.6 / every + 0.5 / tree, abs=1e-6)
     assert found["b", 2] == pytest.approx(-0.4 / every - 0.5 / tree, abs=1e-6)
     assert found["a", 0] == pytest.approx(0.1 / every, abs=1e-6), "every leaf of its tree has it"

@@ -7,9 +7,13 @@ import pytest
 from quart import Response
 from quart_trio import QuartTrio
 
-from polarnode.http.compression import INLINE_BYTES, LEAST_BYTES, compress_answers
+from polarnode.http.compression import MAX_INLINE_BYTES, MIN_COMPRESSED_BYTES, compress_answers
 
-BODIES = {"small": b"x" * (LEAST_BYTES - 1), "middle": b'{"a":1}' * 1000, "large": b"word " * INLINE_BYTES}
+BODIES = {
+    "small": b"x" * (MIN_COMPRESSED_BYTES - 1),
+    "middle": b'{"a":1}' * 1000,
+    "large": b"word " * MAX_INLINE_BYTES,
+}
 
 
 def app() -> QuartTrio:

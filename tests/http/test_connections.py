@@ -13,7 +13,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from polarnode.http import connections, server
 from polarnode.http.asgi import BodyBudget, header_map, read_body
-from polarnode.http.places import Place, Places, admit, place_of
+from polarnode.http.places import ConnectionSlots, Place, admit, slot_of
 from polarnode.http.server import Address, open_server
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -30,7 +30,7 @@ async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
         body = await read_body(receive, reservation=reservation, limit=64 << 20)
     if scope["path"] == "/wait":
         await trio.sleep_forever()
-    place = place_of(scope)
+    place = slot_of(scope)
     assert place is not None
     streamed = scope["path"] == "/stream" and place.open_stream()
     status = 200 if streamed or scope["path"] != "/stream" else 429
@@ -92,14 +92,14 @@ def refusal(data: bytes) -> tuple[int, dict[str, Any]]:
 # ── places, without sockets ───────────────────────────────────────────────────
 
 
-def full(limit: int = 4, peer: str = "a") -> tuple[Places, list[Place], list[Place]]:
+def full(limit: int = 4, peer: str = "a") -> tuple[ConnectionSlots, list[Place], list[Place]]:
     """All places taken; the closed ones are in the last list."""
-    places, closed = Places(limit=limit), list[Place]()
+    places, closed = ConnectionSlots(limit=limit), list[Place]()
     taken = [take(places, peer, number, closed) for number in range(limit)]
     return places, taken, closed
 
 
-def take(places: Places, peer: str, now: float, closed: list[Place]) -> Place:
+def take(places: ConnectionSlots, peer: str, now: float, closed: list[Place]) -> Place:
     holder: list[Place] = []
     place, displaced = places.take(peer, lambda: closed.append(holder[0]), now)
     assert place is not None

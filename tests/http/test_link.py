@@ -10,10 +10,10 @@ import pytest
 import trio
 from quart import Response, request
 from quart_trio import QuartTrio
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.client.values import ClientError, Unreachable
-from polarnode.http.link import Link, NobodyListens
+from polarnode.http.link import Link, NotListening
 from polarnode.http.server import Address, Certificate, open_server
 
 
@@ -78,13 +78,13 @@ async def test_a_stream_comes_as_it_is_sent_and_may_be_left() -> None:
 
 async def test_nobody_listens_is_told_apart() -> None:
     link = Link(url="http://127.0.0.1:9")
-    with pytest.raises(NobodyListens):
+    with pytest.raises(NotListening):
         await link.ask("GET", "/")
     await link.close()
 
 
 async def test_a_pinned_certificate_is_the_only_one_trusted(tmp_path: Path) -> None:
-    chain, key = Authority(tmp_path).issue("elsewhere.invalid")
+    chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     pin = sha256(ssl.PEM_cert_to_DER_cert(await trio.Path(chain).read_text())).hexdigest()
     served = Certificate(chain, key)
     async with linked(served, pin) as link:

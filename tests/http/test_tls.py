@@ -12,12 +12,12 @@ import pytest
 import trio
 import trio.testing
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.core.errors import ConfigError
 from polarnode.http import places, server
 from polarnode.http.asgi import BodyBudget, header_map, read_body
-from polarnode.http.places import Tries, admit
+from polarnode.http.places import AddressTries, admit
 from polarnode.http.server import Address, Certificate, open_server
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -39,18 +39,18 @@ async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path)
 
 
 @asynccontextmanager
-async def serving(authority: Authority) -> AsyncIterator[Address]:
+async def serving(authority: CertificateAuthority) -> AsyncIterator[Address]:
     certificate = Certificate(*authority.issue("127.0.0.1", "node.example"))
     async with open_server(app, ANYWHERE, certificate=certificate) as address:
         yield address
 
 
-def trusting(authority: Authority) -> ssl.SSLContext:
+def trusting(authority: CertificateAuthority) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(authority.pem))
 
 
@@ -80,7 +80,7 @@ async def cut(stream: Any) -> bytes:
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_requests_of_any_size_come_and_go_whole_over_one_connection(
-    authority: Authority, version: ssl.TLSVersion
+    authority: CertificateAuthority, version: ssl.TLSVersion
 ) -> None:
     context = trusting(authority)
     context.minimum_version = context.maximum_version = version
@@ -97,7 +97,7 @@ async def test_requests_of_any_size_come_and_go_whole_over_one_connection(
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
-async def test_older_versions_other_names_and_http2_are_not_spoken(authority: Authority) -> None:
+async def test_older_versions_other_names_and_http2_are_not_spoken(authority: CertificateAuthority) -> None:
     async with serving(authority) as address:
         old = trusting(authority)
         old.minimum_version = ssl.TLSVersion.TLSv1
@@ -114,7 +114,7 @@ async def test_older_versions_other_names_and_http2_are_not_spoken(authority: Au
         assert "CERTIFICATE_VERIFY_FAILED" in str(caught.value.__cause__)
 
 
-async def test_plain_http_is_told_to_speak_tls(authority: Authority) -> None:
+async def test_plain_http_is_told_to_speak_tls(authority: CertificateAuthority) -> None:
     async with serving(authority) as address:
         stream = await trio.open_tcp_stream(address.host, address.port)
         async with stream:
@@ -131,7 +131,7 @@ async def test_plain_http_is_told_to_speak_tls(authority: Authority) -> None:
 
 
 async def test_a_handshake_that_takes_too_long_ends(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
     async with serving(authority) as address:
@@ -143,7 +143,7 @@ async def test_a_handshake_that_takes_too_long_ends(
 
 
 async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gives_one_back(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "TRIES", 4)
     monkeypatch.setattr(places, "TRIES_PER_S", 0.0)
@@ -170,14 +170,14 @@ async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gi
 
 
 def test_tries_come_back_with_time_and_are_never_more_than_at_first() -> None:
-    tries = Tries()
+    tries = AddressTries()
     assert [tries.take("a", 0.0) for _ in range(places.TRIES + 1)] == [True] * places.TRIES + [False]
     assert [tries.take("a", 0.1) for _ in range(3)] == [True, True, False]
     assert tries.take("b", 0.1)
     assert sum(tries.take("a", 1e6) for _ in range(2 * places.TRIES)) == places.TRIES
-    for number in range(2 * places.ADDRESSES):
+    for number in range(2 * places.MAX_ADDRESSES):
         tries.take(str(number), 1e6)
-    assert len(tries._left) == places.ADDRESSES
+    assert len(tries._left) == places.MAX_ADDRESSES
 
 
 async def test_ipv6_networks_are_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +188,14 @@ async def test_ipv6_networks_are_one_address(monkeypatch: pytest.MonkeyPatch) ->
     class Stream:
         socket = Socket()
 
-    assert server._peer(Stream()) == "2001:db8:1:2::/64"  # type: ignore[arg-type]
+    assert server._peer_address(Stream()) == "2001:db8:1:2::/64"  # type: ignore[arg-type]
 
 
 # ── certificates ──────────────────────────────────────────────────────────────
 
 
 async def test_a_certificate_is_read_again_when_its_files_change(
-    authority: Authority, caplog: pytest.LogCaptureFixture
+    authority: CertificateAuthority, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain, key = authority.issue("127.0.0.1")
     certificate = Certificate(chain, key)
@@ -216,7 +216,9 @@ async def test_a_certificate_is_read_again_when_its_files_change(
         assert await names() == ["127.0.0.1", "renewed.example"]
 
 
-def test_files_that_do_not_serve_are_named_with_what_is_wrong(authority: Authority, tmp_path: Path) -> None:
+def test_files_that_do_not_serve_are_named_with_what_is_wrong(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
     chain, key = authority.issue("a.example")
     _, other = authority.issue("a.example", label="other")
     _, locked = authority.issue("a.example", passphrase="secret", label="locked")

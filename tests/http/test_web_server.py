@@ -19,8 +19,8 @@ from quart_trio import QuartTrio
 
 from polarnode.core.errors import ConfigError
 from polarnode.http import connections, server
-from polarnode.http.asgi import Responder, respond_of, writes_of
-from polarnode.http.server import Address, MendedConnection, listening_socket, mend, open_server
+from polarnode.http.asgi import ResponseSender, response_writer_of, writes_of
+from polarnode.http.server import Address, PatchedConnection, listening_socket, mend, open_server
 from polarnode.providers.contract import Reply
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -136,7 +136,7 @@ async def test_a_whole_response_is_one_write() -> None:
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        responder = Responder(send, "1", writes_of(scope), respond_of(scope))
+        responder = ResponseSender(send, "1", writes_of(scope), response_writer_of(scope))
         body = b"ok" if scope["path"] == "/" else b""
         await responder.reply(Reply(status=200, headers=(("content-type", "text/plain"),), body=body))
         assert responder.delivered
@@ -160,7 +160,7 @@ async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         assert scope["type"] == "http"
-        responder = Responder(send, "1", writes_of(scope), respond_of(scope))
+        responder = ResponseSender(send, "1", writes_of(scope), response_writer_of(scope))
         assert responder.connection is not None
         await responder.stream(b"first ", "text/plain")
         before = responder.connection.writes
@@ -251,7 +251,7 @@ async def test_a_quart_stream_of_more_than_a_minute_survives(autojump_clock: tri
 def test_a_served_quart_app_is_mended() -> None:
     app = quart_app()
     mend(app)
-    assert app.asgi_http_class is MendedConnection
+    assert app.asgi_http_class is PatchedConnection
     assert (app.config["RESPONSE_TIMEOUT"], app.config["BODY_TIMEOUT"]) == (None, None)
 
 
@@ -271,7 +271,7 @@ async def test_a_peer_that_stops_reading_does_not_hold_up_closing(monkeypatch: p
 
 def test_a_peer_that_stops_reading_is_given_up_in_the_end() -> None:
     sock = listening_socket(ANYWHERE)
-    with server._listener(sock).socket:
+    with server._trio_listener(sock).socket:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == server.STALLED_MS
 
 

@@ -10,13 +10,13 @@ import trio.testing
 from attrs import define, field
 
 from polarnode.gateway.call import KeepAlivePacing, deliver
-from polarnode.gateway.call_events import Break, EndStream, Outgoing, Send
+from polarnode.gateway.call_events import Break, EndStream, OutgoingCommand, Send
 from polarnode.http import asgi
 from polarnode.http.asgi import (
     BodyBudget,
     ClientDisconnected,
-    Overloaded,
-    Responder,
+    OverBudget,
+    ResponseSender,
     TooLarge,
     TooSlow,
     announced_length,
@@ -82,7 +82,7 @@ async def test_bodies_of_one_door_have_a_room_together() -> None:
     with budget.reserve() as first:
         assert await read_body(parts(b"x" * 6), reservation=first, limit=10) == b"x" * 6
         receive = parts(b"x" * 4, b"x")
-        assert await read(receive, budget=budget) == Overloaded()
+        assert await read(receive, budget=budget) == OverBudget()
         # a client that still sends would not read its refusal
         assert (await receive())["type"] == "http.disconnect"
         assert await read(parts(b"x" * 4), budget=budget) == b"x" * 4
@@ -104,7 +104,7 @@ async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
 
 
 async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi, "DRAINED_BYTES", 20)
+    monkeypatch.setattr(asgi, "MAX_DRAINED_BYTES", 20)
     receive = parts(*[b"x" * 8] * 10)
     assert await read(receive, limit=10) == TooLarge(24)
     assert (await receive())["type"] == "http.request"
@@ -124,14 +124,14 @@ async def test_nothing_is_kept_of_a_body_announced_as_too_large() -> None:
 async def test_sessions_share_a_budget_beyond_the_first_bytes_of_each_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asgi, "UNSHARED_BYTES", 4)
+    monkeypatch.setattr(asgi, "MAX_UNSHARED_BYTES", 4)
     node = BodyBudget(10)
     one, other = BodyBudget(20, shared=node), BodyBudget(20, shared=node)
     with one.reserve() as first:
         assert await read_body(parts(b"x" * 7, b"x" * 6), reservation=first, limit=20) == b"x" * 13
         assert node.free == 1
         assert await read(parts(b"x" * 4), budget=other) == b"x" * 4, "a short body needs nothing of it"
-        assert await read(parts(b"x" * 6), budget=other) == Overloaded()
+        assert await read(parts(b"x" * 6), budget=other) == OverBudget()
         assert (node.free, other.free) == (1, 20)
     assert (node.free, one.free) == (10, 20)
 
@@ -144,7 +144,7 @@ async def test_a_body_that_takes_for_ever_holds_nothing(autojump_clock: trio.tes
         return next(messages, None) or await trio.sleep_forever()
 
     assert await read(receive, budget=budget) == TooSlow()
-    assert (trio.current_time(), budget.free) == (asgi.BODY_S, 100)
+    assert (trio.current_time(), budget.free) == (asgi.MAX_BODY_S, 100)
 
 
 async def test_a_client_that_goes_before_its_body_is_whole() -> None:
@@ -162,12 +162,12 @@ def test_headers_are_found_by_lower_case_name() -> None:
 # ── answers ───────────────────────────────────────────────────────────────────
 
 
-async def delivered(*script: Outgoing | float, signs: int = 99, close: bool = True) -> Wire:
+async def delivered(*script: OutgoingCommand | float, signs: int = 99, close: bool = True) -> Wire:
     """Deliver a script: commands, and seconds of silence between them; `signs` of life are to be had."""
     wire, left = Wire(), [signs]
-    sender, receiver = trio.open_memory_channel[Outgoing](0)
+    sender, receiver = trio.open_memory_channel[OutgoingCommand](0)
 
-    def on_quiet() -> list[Outgoing]:
+    def on_quiet() -> list[OutgoingCommand]:
         left[0] -= 1
         return [Send(b"alive")] if left[0] >= 0 else []
 
@@ -183,7 +183,7 @@ async def delivered(*script: Outgoing | float, signs: int = 99, close: bool = Tr
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(tell)
-        await deliver(receiver, Responder(wire.send, "id7"), pacing=PACE, on_quiet=on_quiet)
+        await deliver(receiver, ResponseSender(wire.send, "id7"), pacing=PACE, on_quiet=on_quiet)
         nursery.cancel_scope.cancel()
     return wire
 
@@ -205,7 +205,7 @@ async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
 
 async def test_pieces_that_wait_together_leave_as_one() -> None:
     wire = Wire()
-    send, receive = trio.open_memory_channel[Outgoing](10)
+    send, receive = trio.open_memory_channel[OutgoingCommand](10)
     for command in (
         Send(b"a"),
         Send(b"b"),
@@ -215,7 +215,7 @@ async def test_pieces_that_wait_together_leave_as_one() -> None:
         Send(b"late"),
     ):
         send.send_nowait(command)
-    await deliver(receive, Responder(wire.send, "id7"), pacing=PACE, on_quiet=list)
+    await deliver(receive, ResponseSender(wire.send, "id7"), pacing=PACE, on_quiet=list)
     assert wire.bodies == [b"abc", b"alone", b""]
     assert wire.ended
 
@@ -224,9 +224,11 @@ async def test_what_comes_as_the_silence_ends_is_sent_all_the_same(
     mock_clock: trio.testing.MockClock,
 ) -> None:
     wire = Wire()
-    send, receive = trio.open_memory_channel[Outgoing](2)
+    send, receive = trio.open_memory_channel[OutgoingCommand](2)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(deliver, receive, Responder(wire.send, "id7"), pacing=PACE, on_quiet=list))
+        nursery.start_soon(
+            partial(deliver, receive, ResponseSender(wire.send, "id7"), pacing=PACE, on_quiet=list)
+        )
         await trio.testing.wait_all_tasks_blocked()
         send.send_nowait(Send(b"a"))
         mock_clock.jump(PACE.opening_s)  # before the one who waits has run
@@ -306,10 +308,10 @@ class Socket:
             self.wire.broken = True
 
 
-async def sent(takes: int, *commands: Outgoing, breaks: bool = False) -> bool:
+async def sent(takes: int, *commands: OutgoingCommand, breaks: bool = False) -> bool:
     wire = asgi.ConnectionWrites()
-    responder = Responder(Socket(wire, takes, breaks).send, "id", wire)
-    send, receive = trio.open_memory_channel[Outgoing](10)
+    responder = ResponseSender(Socket(wire, takes, breaks).send, "id", wire)
+    send, receive = trio.open_memory_channel[OutgoingCommand](10)
     for command in commands:
         send.send_nowait(command)
     send.close()
@@ -332,14 +334,14 @@ async def test_a_stream_that_was_cut_is_not_delivered() -> None:
 
 async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
     wire = asgi.ConnectionWrites(broken=True)
-    responder = Responder(Socket(wire, 99).send, "id", wire)
+    responder = ResponseSender(Socket(wire, 99).send, "id", wire)
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
     assert not responder.delivered
 
 
 async def test_another_server_than_ours_is_believed() -> None:
     wire = Wire()
-    responder = Responder(wire.send, "id", asgi.writes_of({"type": "http"}))  # type: ignore[typeddict-item]
+    responder = ResponseSender(wire.send, "id", asgi.writes_of({"type": "http"}))  # type: ignore[typeddict-item]
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
     assert responder.delivered
 
@@ -354,8 +356,8 @@ async def test_over_a_socket_the_server_says_what_was_taken(
     ended = trio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        respond = asgi.respond_of(scope) if directly else None
-        responder = Responder(send, "id", asgi.writes_of(scope), respond)
+        respond = asgi.response_writer_of(scope) if directly else None
+        responder = ResponseSender(send, "id", asgi.writes_of(scope), respond)
         body = b"x" * (64 << 20)  # more than any socket's buffers
         if streamed:
             await responder.stream(body, "text/plain")

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 from attrs import define, evolve, field
-from captures_kit import Desk, in_thread, open_desk
+from captures_kit import Desk, in_thread, open_capture_node
 from control_plane_parts import Caller
 from fakes_engine import ScriptedEngine
 from gym_models import (
@@ -27,7 +27,7 @@ from gym_models import (
 from httpx import post
 from journal_samples import make_trajectory
 from plane_kit import ANYWHERE, CONTEXT, answers
-from trainers_kit import no_row, one_row, two_rows
+from trainers_kit import one_row, session_of_two_rows, session_without_rows
 
 from polarnode.client import ClientError, Unreachable
 from polarnode.core.conversation import Json
@@ -37,13 +37,13 @@ from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.http.server import open_server
 from polarnode.integrations.nemo_gym import answers as writing
 from polarnode.integrations.nemo_gym import app
-from polarnode.integrations.nemo_gym.app import Lost, PromptWatch, Rollouts, create_gym_app
+from polarnode.integrations.nemo_gym.app import LostPolicy, PromptWatch, Rollouts, create_gym_app
 from polarnode.integrations.nemo_gym.requests import (
     PLACEHOLDER,
     GymRequest,
     TaskTemplate,
-    read_responses,
-    read_run,
+    read_responses_request,
+    read_run_request,
 )
 
 TASK: "dict[str, Json]" = {"harness": {"name": "shell", "command": ["true"]}}
@@ -74,7 +74,7 @@ def test_an_input_of_messages_is_one_instruction_in_their_order() -> None:
         },
     ]
     params = {"input": messages, "instructions": "You are an agent.", "store": False, "user": "u"}
-    assert read_responses(params).instruction == "You are an agent.\n\nBe brief.\n\nSay a word."
+    assert read_responses_request(params).instruction == "You are an agent.\n\nBe brief.\n\nSay a word."
 
 
 @pytest.mark.parametrize(
@@ -96,30 +96,33 @@ def test_an_input_of_messages_is_one_instruction_in_their_order() -> None:
 def test_what_a_harness_can_not_be_given_is_refused_with_its_path(
     params: "dict[str, Any]", path: str
 ) -> None:
-    for read, whole in ((read_responses, params), (read_run, {"responses_create_params": params})):
+    for read, whole in (
+        (read_responses_request, params),
+        (read_run_request, {"responses_create_params": params}),
+    ):
         with pytest.raises(Refused) as refused:
             read(whole)
         assert (
             refused.value.path == f"$.{path}"
-            if read is read_responses
+            if read is read_responses_request
             else f"$.responses_create_params.{path}"
         )
 
 
 def test_a_rollout_with_a_name_is_known_again_and_one_without_is_not() -> None:
-    assert read_run(run_body(_ng_rollout_id="7-1")).key == "nemo-gym:7-1"
-    assert read_run(run_body(_ng_rollout_id="7-1", _ng_attempt_index=2)).key == "nemo-gym:7-1-a2"
+    assert read_run_request(run_body(_ng_rollout_id="7-1")).key == "nemo-gym:7-1"
+    assert read_run_request(run_body(_ng_rollout_id="7-1", _ng_attempt_index=2)).key == "nemo-gym:7-1-a2"
     # they begin anew with each collection
-    assert read_run(run_body(_ng_task_index=7, _ng_rollout_index=1)).key is None
+    assert read_run_request(run_body(_ng_task_index=7, _ng_rollout_index=1)).key is None
     with pytest.raises(Refused, match="_ng_rollout_id must be"):
-        read_run(run_body(_ng_rollout_id="../x"))
+        read_run_request(run_body(_ng_rollout_id="../x"))
 
 
 # ── a task of a row ───────────────────────────────────────────────────────────
 
 
 def filled(template: "dict[str, Json]", body: "dict[str, Any]") -> TaskSpec:
-    return TaskTemplate(value=TASK | template).task(read_run(body))
+    return TaskTemplate(value=TASK | template).task(read_run_request(body))
 
 
 def test_a_row_fills_the_places_of_a_template() -> None:
@@ -175,9 +178,9 @@ def test_a_row_without_the_field_and_a_call_without_a_row_are_refused() -> None:
     template = TaskTemplate(value=TASK | {"metadata": {"id": "{{row.meta.id}}"}})
     assert PLACEHOLDER.search("{{row.meta.id}}")
     with pytest.raises(Refused, match=r"the row has no meta.id"):
-        template.task(read_run(run_body(meta={})))
+        template.task(read_run_request(run_body(meta={})))
     with pytest.raises(Refused, match="only /run has"):
-        template.task(read_responses({"input": "x"}))
+        template.task(read_responses_request({"input": "x"}))
 
 
 # ── what is answered ──────────────────────────────────────────────────────────
@@ -216,7 +219,7 @@ async def found(tmp_path: Path) -> AsyncIterator[Trajectory]:
     engine = ScriptedEngine(
         reply=answers(CALLING, "Nothing.", "It says hello."), vocab_size=4096, context_length=CONTEXT
     )
-    async with open_desk(tmp_path, engine) as desk:
+    async with open_capture_node(tmp_path, engine) as desk:
         yield await captured(desk)
 
 
@@ -225,7 +228,7 @@ def verified(asked: GymRequest, trajectory: Trajectory) -> VerifyResponse:
 
 
 async def test_the_answer_is_gyms_and_its_tokens_are_one_line_that_was_seen(found: Trajectory) -> None:
-    answer = verified(read_run(run_body(expected="x")), found)
+    answer = verified(read_run_request(run_body(expected="x")), found)
     assert (answer.reward, answer.mask_sample, answer.failure_kind) == (0.25, False, None)
     assert answer.model_extra is not None
     assert answer.model_extra["expected"] == "x"
@@ -243,7 +246,9 @@ async def test_the_answer_is_gyms_and_its_tokens_are_one_line_that_was_seen(foun
 
 
 async def test_a_call_and_its_result_stand_by_the_id_that_joins_them(found: Trajectory) -> None:
-    output = GymResponse.model_validate(writing.response(read_responses({"input": "x"}).params, found)).output
+    output = GymResponse.model_validate(
+        writing.response(read_responses_request({"input": "x"}).params, found)
+    ).output
     call, result = output[1], output[2]
     assert isinstance(call, FunctionCall)
     assert isinstance(result, FunctionCallOutput)
@@ -255,7 +260,7 @@ async def test_a_call_and_its_result_stand_by_the_id_that_joins_them(found: Traj
 async def test_of_several_rows_the_one_that_trains_most_is_told_and_the_rest_is_counted(
     found: Trajectory,
 ) -> None:
-    told: Any = writing.verify_response(read_run(run_body()), found)["polarnode"]
+    told: Any = writing.verify_response(read_run_request(run_body()), found)["polarnode"]
     assert told["rows"] == len(found.traces) == 2
     assert 0 < told["delivered_tokens"] < told["trainable_tokens"]
     assert told["weight_versions"] == ["0"]
@@ -278,20 +283,22 @@ OUTCOMES: "list[tuple[Outcome, float | None, bool, str | None]]" = [
 def test_what_is_no_measurement_is_masked_and_named(
     outcome: Outcome, reward: float | None, masked: bool, kind: str | None
 ) -> None:
-    answer = verified(read_run(run_body()), evolve(make_trajectory("s", reward=reward), outcome=outcome))
+    answer = verified(
+        read_run_request(run_body()), evolve(make_trajectory("s", reward=reward), outcome=outcome)
+    )
     assert (answer.mask_sample, answer.failure_kind, answer.reward) == (masked, kind, reward or 0.0)
     assert masked_by_nemo_rl(answer.model_dump()) is masked
 
 
 def test_the_mask_is_where_nemo_rl_reads_it_beside_what_the_row_has_there() -> None:
-    row = read_run(run_body(instance_config={"image": "x"}))
+    row = read_run_request(run_body(instance_config={"image": "x"}))
     answer = verified(row, make_trajectory("s", reward=None))
     assert answer.instance_config == {"image": "x", "mask_sample": True}
 
 
 def test_the_reward_is_that_of_the_row_that_is_delivered() -> None:
     """An evaluator may give a lineage a reward of its own."""
-    answer = verified(read_run(run_body()), one_row(reward=1.0, lineage_rewards={0: -0.5}))
+    answer = verified(read_run_request(run_body()), one_row(reward=1.0, lineage_rewards={0: -0.5}))
     assert (answer.reward, answer.mask_sample) == (-0.5, False)
 
 
@@ -312,11 +319,11 @@ def test_a_session_that_its_agent_did_not_end_is_no_sample(outcome: Outcome, rea
 
 def test_a_session_without_a_sampled_token_is_no_sample() -> None:
     """NeMo RL raises for one: "NeMo Gym returned a result with no generation data"."""
-    assert "before a token was sampled" in str(writing.unusable(no_row("failed")))
+    assert "before a token was sampled" in str(writing.unusable(session_without_rows("failed")))
 
 
 def test_a_session_that_never_spoke_is_an_answer_without_items() -> None:
-    answer = verified(read_run(run_body()), evolve(make_trajectory("s"), turns=(), traces=()))
+    answer = verified(read_run_request(run_body()), evolve(make_trajectory("s"), turns=(), traces=()))
     assert (answer.response.output, message_log(answer.response)) == ([], [])
 
 
@@ -481,7 +488,7 @@ async def test_who_leaves_takes_the_session_along_unless_it_has_a_name_to_come_b
 
 @asynccontextmanager
 async def serving(
-    node: ScriptedNode, template: "dict[str, Json] | None" = None, lost: Lost = "fail"
+    node: ScriptedNode, template: "dict[str, Json] | None" = None, lost: LostPolicy = "fail"
 ) -> AsyncIterator[Caller]:
     async with open_server(
         create_gym_app(Rollouts(node), TaskTemplate(value=TASK | (template or {})), lost=lost), ANYWHERE
@@ -534,14 +541,14 @@ async def test_who_measures_takes_a_lost_rollout_as_a_masked_sample(node: Script
 
 def test_rollouts_of_a_row_with_different_prompts_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """NeMo RL's groups are equal prompts: `calculate_baseline_and_std_per_prompt`, nemo_rl/algorithms/utils.py."""
-    watch, other = PromptWatch(), two_rows()
-    row = read_run(run_body(_ng_task_index=0, _rowidx=0))
-    again = read_run(run_body(_ng_task_index=0, _rowidx=1))
+    watch, other = PromptWatch(), session_of_two_rows()
+    row = read_run_request(run_body(_ng_task_index=0, _rowidx=0))
+    again = read_run_request(run_body(_ng_task_index=0, _rowidx=1))
     assert watch.same(row, one_row())
     assert watch.same(again, one_row(sample_index=1))
     assert not watch.same(again, other)
     assert "another prompt than the last rollout of the same row" in caplog.text
-    assert watch.same(read_run(run_body(expected="another row")), other)
+    assert watch.same(read_run_request(run_body(expected="another row")), other)
 
 
 async def test_a_web_page_of_another_origin_starts_no_rollout(node: ScriptedNode) -> None:

@@ -20,7 +20,7 @@ from polar_client import PolarClient, Refused
 
 from polarnode.api.app import control_plane
 from polarnode.api.metrics import Figures
-from polarnode.api.routes import Routes
+from polarnode.api.routes import ControlRoutes
 from polarnode.api.timeseries import History
 from polarnode.core.conversation import Message, Sampling
 from polarnode.core.errors import Busy, DiskFull
@@ -33,7 +33,7 @@ from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.trainer_sampling import UNCUT
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import LogAway
+from polarnode.journal.log.port import LogUnavailable
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.support.concurrency import SemaphoreStatistics
 
@@ -74,7 +74,7 @@ class OpenCaptures:
     async def begin(self, spec: CaptureSpec) -> OpenedCapture:
         task = TaskSpec(instruction="(capture)", harness=HarnessSpec(name="capture"), metadata=spec.metadata)
         submit_task(self.journal, task, task_id="task-c", session_ids=("c0",), idempotency_key=None)
-        await self.journal.flushed()
+        await self.journal.flush()
         urls = {"openai": "http://127.0.0.1:9/v1"}
         return OpenedCapture(
             session_id="c0",
@@ -160,7 +160,7 @@ class Parts:
         assert found is not None
         for place in found.sessions:
             self.end(place.session_id, found.task_id, place.sample_index, found.spec, status=status, **more)
-        await self.journal.flushed()
+        await self.journal.flush()
 
     def end(
         self,
@@ -176,7 +176,7 @@ class Parts:
             make_trajectory(session_id, task_id=task_id, sample_index=sample_index, turns=2, status=status)
         )
         for turn in made.turns:
-            self.journal.turn(turn)
+            self.journal.record_turn(turn)
         publish_end(
             self.journal, evolve(made, metadata=spec.metadata, **({"node": "n0", "model": "tiny"} | more))
         )
@@ -209,7 +209,7 @@ async def open_parts(
         service.generation, service.captures = service.held, captures
         service.volumes = volumes
         app = control_plane(
-            Routes(service=service).rows(), token=token, extensions=[polar_extension(service)]
+            ControlRoutes(service=service).rows(), token=token, extensions=[polar_extension(service)]
         )
         async with open_server(app, Address(host="127.0.0.1", port=0)) as address:
             url = f"http://127.0.0.1:{address.port}"
@@ -264,7 +264,7 @@ async def test_partial_results_stand_in_the_status_while_others_run(parts: Parts
     await parts.client.submit(REQUEST)
     spec = await parts.task("calc-7")
     parts.end("calc-7-1", "calc-7", 1, spec)
-    await parts.journal.flushed()
+    await parts.journal.flush()
     found = await parts.client.status("calc-7")
     assert (found.status, found.completed_sessions, [each.session_id for each in found.results]) == (
         "running",
@@ -579,7 +579,7 @@ async def test_a_session_is_dispatched_and_found_by_the_id_that_was_given(parts:
     found = polar.read(await parts.client.ask("GET", "/sessions/sk-polar-1"), polar.SessionStatus)
     assert (found.status, found.result, found.completion_count) == ("REGISTERED", None, 0)
     parts.end(task.sessions[0].session_id, task.task_id, 0, task.spec)
-    await parts.journal.flushed()
+    await parts.journal.flush()
     found = polar.read(await parts.client.ask("GET", "/sessions/sk-polar-1"), polar.SessionStatus)
     assert found.result is not None
     assert (found.status, found.completion_count, found.result.session_id, found.result.task_id) == (
@@ -783,7 +783,7 @@ async def test_events_tell_what_sessions_do(parts: Parts) -> None:
             "node_id": "n0",
         }
         parts.end("calc-7-0", "calc-7", 0, spec)
-        await parts.journal.flushed()
+        await parts.journal.flush()
         parts.sessions.clear()
         assert (await reader.next())[1]["status"] == "COMPLETED"
 
@@ -797,7 +797,7 @@ async def test_events_outlive_log_away(parts: Parts, monkeypatch: pytest.MonkeyP
         if asked.is_set():
             return await session(log, session_id)
         asked.set()
-        raise LogAway("the log is away")
+        raise LogUnavailable("the log is away")
 
     async with open_exchange(parts.plane.url, "GET", "/events", {}, {}) as exchange:
         await exchange.head()

@@ -31,7 +31,7 @@ from polarnode.integrations.polar.answers import (
     task_name,
 )
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.sources.polar import request_found
+from polarnode.sources.polar import convert_request
 from polarnode.sources.source import spec_of
 
 REQUEST: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "agent": {"harness": "codex"}}
@@ -108,7 +108,7 @@ def test_a_moment_is_written_as_polar_writes_it() -> None:
 
 
 def test_a_request_of_words_alone_needs_no_folder() -> None:
-    found = request_found(
+    found = convert_request(
         {**REQUEST, "callback_url": "http://127.0.0.1:9/x", "early_stop_min_usable_sessions": 1}, volumes=()
     )
     spec = spec_of(found)
@@ -149,8 +149,8 @@ def test_a_path_outside_of_what_the_node_opens_is_refused(tmp_path: Path, more: 
     for folder in (tmp_path / "closed", tmp_path / "open" / "link", tmp_path / "open" / ".." / "closed"):
         said = json.loads(json.dumps({**REQUEST, **more}).replace("FOLDER", str(folder)))
         with pytest.raises(Refused, match="below no folder"):
-            request_found(said, volumes=(str(tmp_path / "open"),))
-        assert request_found(said, volumes=(str(tmp_path / "closed"),))
+            convert_request(said, volumes=(str(tmp_path / "open"),))
+        assert convert_request(said, volumes=(str(tmp_path / "closed"),))
 
 
 def test_a_skill_that_leads_out_is_refused(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_skill_that_leads_out_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "open" / "skill" / "SKILL.md").symlink_to(tmp_path / "secret")
     with pytest.raises(Refused, match="below no folder"):
-        request_found(
+        convert_request(
             {**REQUEST, "agent": {"harness": "codex", "skills_path": str(tmp_path / "open")}},
             volumes=(str(tmp_path / "open"),),
         )
@@ -180,12 +180,12 @@ async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> 
         submit_task(
             journal, make_spec(num_samples=2), task_id="t", session_ids=("a", "b"), idempotency_key=None
         )
-        await journal.flushed()
+        await journal.flush()
         assert (await whole(journal, "t"))["results"] == []
         for index, session_id in enumerate(("a", "b")):
-            journal.turn(make_turn(session_id))
+            journal.record_turn(make_turn(session_id))
             publish_end(journal, make_trajectory(session_id, sample_index=index))
-            await journal.flushed()
+            await journal.flush()
             said = await whole(journal, "t")
             assert (said["completed_sessions"], [each["session_id"] for each in said["results"]]) == (
                 index + 1,
@@ -200,13 +200,13 @@ async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> 
 async def test_a_session_that_was_pruned_says_so(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
-        await journal.flushed()
+        await journal.flush()
         task = await journal.task("t")
         assert task is not None
         assert await session_body(journal, task, task.sessions[0], node="n0") == b"null"
-        journal.turn(make_turn("a"))
+        journal.record_turn(make_turn("a"))
         publish_end(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         assert (await whole(journal, "t"))["results"][0]["error"] is None
         with sqlite3.connect(tmp_path / "journal") as db:  # as the retention does
             db.execute("DELETE FROM trajectories")
@@ -224,9 +224,9 @@ async def test_a_session_that_cannot_be_written_says_so(
 
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
-        journal.turn(make_turn("a"))
+        journal.record_turn(make_turn("a"))
         publish_end(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         monkeypatch.setattr(answers, "session_result", fail)
         (lost,) = (await whole(journal, "t"))["results"]
         assert (lost["session_id"], lost["status"], lost["trajectory"]["traces"]) == ("a", "COMPLETED", [])
@@ -237,7 +237,12 @@ async def test_a_session_that_cannot_be_written_says_so(
 
 
 def test_polars_own_numbers() -> None:
-    assert (tasks.MOST_TASKS, gateway.SHOWN, gateway.HEARTBEAT_S, completions.PING_S) == (1000, 200, 30, 15.0)
+    assert (tasks.MOST_TASKS, gateway.SHOWN, gateway.HEARTBEAT_INTERVAL_S, completions.PING_INTERVAL_S) == (
+        1000,
+        200,
+        30,
+        15.0,
+    )
 
 
 def test_a_call_whose_forerunner_is_not_kept_has_no_prompt_ids() -> None:

@@ -14,7 +14,7 @@ import trainers_kit
 from attrs import evolve
 from client_kit import Node, open_client, open_node
 from journal_samples import make_spec
-from trainers_kit import group_of, no_row, one_row, two_rows
+from trainers_kit import group_of, one_row, session_of_two_rows, session_without_rows
 
 from polarnode.client import ClientError, Event, Unreachable
 from polarnode.core.conversation import Sampling
@@ -23,7 +23,7 @@ from polarnode.core.task import CarrySpec, GroupSpec
 from polarnode.core.weights import AdaptersState, WeightsStatus
 from polarnode.groups import Group, facts_of, judged
 from polarnode.integrations.rollout_tasks import (
-    WHOLE_GROUPS,
+    WHOLE_GROUP_FIELDS,
     NodeRollouts,
     PluginSettings,
     SessionLost,
@@ -181,7 +181,7 @@ def test_settings_of_groups_need_a_group(group: dict[str, Any]) -> None:
     ) as error:
         task_of(settings, {"prompt": "x"})
     assert error.value.path == f"$.group.{name}"
-    instead = dict.fromkeys(WHOLE_GROUPS, "use the trainer's own")
+    instead = dict.fromkeys(WHOLE_GROUP_FIELDS, "use the trainer's own")
     with pytest.raises(Refused, match="and use the trainer's own"):
         task_of(settings, {"prompt": "x"}, samples=4, instead=instead)
     assert getattr(task_of(settings, {"prompt": "x"}, samples=4).group, name) == group[name]
@@ -269,9 +269,13 @@ def test_a_session_that_its_teacher_did_not_score_is_not_usable(node: Node) -> N
             assert group.usable == ()
 
     anyio.run(main)
-    both = group_of(trainers_kit.taught(one_row()), trainers_kit.taught(two_rows(sample_index=1)))
+    both = group_of(trainers_kit.taught(one_row()), trainers_kit.taught(session_of_two_rows(sample_index=1)))
     assert taught(both) == both
-    half = group_of(trainers_kit.taught(one_row()), two_rows(sample_index=1), lost=[no_row(sample_index=2)])
+    half = group_of(
+        trainers_kit.taught(one_row()),
+        session_of_two_rows(sample_index=1),
+        lost=[session_without_rows(sample_index=2)],
+    )
     assert [member.why for member in taught(half).members] == [None, "lost: no logprobs of its teacher", None]
 
 

@@ -19,7 +19,7 @@ import pytest
 from attrs import evolve
 from client_kit import Node, open_node
 from journal_writes import publish_end
-from trainers_kit import no_row, one_row, two_rows
+from trainers_kit import one_row, session_of_two_rows, session_without_rows
 
 from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
@@ -209,12 +209,12 @@ def playing(node: Node) -> Iterator[Callable[[Play], list[TaskSpec]]]:
             own = f"{task_id}-{place}"
             turns = tuple(evolve(turn, session_id=own) for turn in session.turns)
             for turn in turns:
-                node.plane.journal.turn(turn)
+                node.plane.journal.record_turn(turn)
             publish_end(
                 node.plane.journal,
                 evolve(session, session_id=own, task_id=task_id, sample_index=place, turns=turns),
             )
-        await node.plane.journal.flushed()
+        await node.plane.journal.flush()
 
     def run(play: Play) -> None:
         while not stopped.wait(0.005):
@@ -243,7 +243,7 @@ def rollout(args: Any, prompts: Any) -> Any:
 def test_a_batch_has_a_list_for_each_session_and_keeps_groups(
     package: str, playing: Callable[[Play], list[TaskSpec]]
 ) -> None:
-    seen = playing(lambda spec: [one_row(), two_rows()])
+    seen = playing(lambda spec: [one_row(), session_of_two_rows()])
     output, _ = rollout(arguments(), ["a", "b", "never"])
     assert [[len(session) for session in group] for group in output.samples] == [[1, 2], [1, 2]]
     rows = [sample for group in output.samples for session in group for sample in session]
@@ -275,7 +275,7 @@ def test_lost_sessions_are_stand_ins_and_lost_groups_run_again(
 
     def play(spec: TaskSpec) -> list[Trajectory]:
         again[spec.instruction] = again.get(spec.instruction, 0) + 1
-        lost = no_row("interrupted")
+        lost = session_without_rows("interrupted")
         if spec.instruction == "part":
             return [one_row(reward=3.0), lost]
         return [one_row(), one_row()] if again[spec.instruction] == 3 else [lost, lost]
@@ -302,7 +302,11 @@ def test_groups_that_teach_nothing_are_replaced_by_the_next_rows(
     monkeypatch.setitem(sys.modules, "filters", filters)
 
     def play(spec: TaskSpec) -> list[Trajectory]:
-        return [one_row(reward=None)] * 2 if spec.instruction == "unscored" else [one_row(), two_rows()]
+        return (
+            [one_row(reward=None)] * 2
+            if spec.instruction == "unscored"
+            else [one_row(), session_of_two_rows()]
+        )
 
     playing(play)
     args = arguments(dynamic_sampling_filter_path="filters.keep")
@@ -385,7 +389,9 @@ def test_an_evaluation_counts_sessions_and_leaves_out_what_was_not_scored(
 ) -> None:
     def play(spec: TaskSpec) -> list[Trajectory]:
         assert (spec.num_samples, spec.sampling.temperature, spec.sampling.top_k) == (2, 0.0, 5)
-        other = no_row("error") if spec.instruction == "lost" else two_rows(reward=0.0)
+        other = (
+            session_without_rows("error") if spec.instruction == "lost" else session_of_two_rows(reward=0.0)
+        )
         return [one_row(reward=1.0), other]
 
     seen = playing(play)

@@ -16,7 +16,7 @@ import polarnode
 from polarnode.core.errors import Refused
 from polarnode.integrations import trl as plugin
 from polarnode.integrations.rollout_tasks import PluginSettings
-from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, PushWeights, node_reward
+from polarnode.integrations.trl import NodeWorker, PolarnodeRollout, WeightPusher, node_reward
 
 TINY = Path(polarnode.__file__).parent / "models" / "tiny"
 TASK = {"harness": {"name": "pi"}}
@@ -141,11 +141,11 @@ def test_two_tasks_of_one_prompt_are_refused() -> None:
 def test_equal_prompts_of_one_task_are_one_row() -> None:
     """Columns beside the task differ, as an index does."""
     rows = [{"prompt": "do it", "extra_info": {"index": number}} for number in range(2)]
-    columns = plugin._Columns([Table(*rows)])
+    columns = plugin._DatasetRows([Table(*rows)])
     assert columns.row("do it") == rows[0]
     assert columns.row("another") == {"prompt": "another"}
     with pytest.raises(Refused, match="two rows have the prompt"):
-        plugin._Columns([Table(*(row | {"instruction": str(row["extra_info"])} for row in rows))])
+        plugin._DatasetRows([Table(*(row | {"instruction": str(row["extra_info"])} for row in rows))])
 
 
 def test_a_streaming_dataset_with_tasks_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
     with pytest.raises(Refused, match="use one of bfloat16"):
         PolarnodeRollout(task=TASK, dtype="int8")
     with pytest.raises(Refused, match="give model="):
-        PushWeights(settings=PluginSettings()).push(0, [])
+        WeightPusher(settings=PluginSettings()).push(0, [])
 
 
 def test_the_reward_function_passes_what_the_node_gave() -> None:
@@ -176,15 +176,15 @@ def test_the_reward_function_passes_what_the_node_gave() -> None:
 
 
 def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
-    one, other = (PushWeights(settings=PluginSettings(run="r")) for _ in range(2))
+    one, other = (WeightPusher(settings=PluginSettings(run="r")) for _ in range(2))
     assert one.version(3) != other.version(3)
     assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
 
 
 def test_tensors_are_cast_to_the_types_that_the_node_serves() -> None:
     torch = pytest.importorskip("torch")
-    weights = PushWeights(settings=PluginSettings(), dtype="bfloat16")
-    cast = [weights._cast(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
+    weights = WeightPusher(settings=PluginSettings(), dtype="bfloat16")
+    cast = [weights._cast_tensor(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
     assert [each.dtype for each in cast] == [torch.bfloat16, torch.int64]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from plugin_kit import run_program
-from trainers_kit import one_row, taught, two_rows
+from trainers_kit import one_row, session_of_two_rows, taught
 from verl_program import ROW, versions
 
 from polarnode.trainers import verl
@@ -37,7 +37,9 @@ def test_verls_worker_puts_what_our_rows_of_the_queue_have(made: dict[str, Any])
     """
     assert "teacher_logprobs" not in made["fields"]["u1_0_0"]
     assert made["fields"]["u1_1_1"]["teacher_logprobs"] == [[0], [0], [-1.25], [0]]
-    for place, session in enumerate((one_row(), taught(two_rows(reward=0.0, lineage_rewards={1: 5.0})))):
+    for place, session in enumerate(
+        (one_row(), taught(session_of_two_rows(reward=0.0, lineage_rewards={1: 5.0})))
+    ):
         plain = versions(session, "")
         for ours in verl.transfer_rows(plain, uid="u1", global_steps=9, prompt=ROW, session=place):
             theirs = made["fields"][ours["key"]]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from plugin_kit import run_program
-from trainers_kit import group_of, no_row, one_row, two_rows
+from trainers_kit import group_of, one_row, session_of_two_rows, session_without_rows
 from trainers_program import ORACLES
 
 from polarnode.core.errors import Refused
 from polarnode.integrations import verl_algorithms as algorithms
-from polarnode.integrations.verl_algorithms import check_algorithm, room_of
+from polarnode.integrations.verl_algorithms import check_algorithm, rows_per_prompt
 from polarnode.trainers import verl
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "trainers" / "verl" / "train.sh"
@@ -89,12 +89,14 @@ def test_a_lone_survivor_is_not_trained() -> None:
 
 
 def test_our_own_rows_mask_a_lone_survivor() -> None:
-    group = group_of(two_rows(), lost=[no_row(sample_index=1)])
+    group = group_of(session_of_two_rows(), lost=[session_without_rows(sample_index=1)])
     rows = verl.transfer_group(group, uid="u", global_steps=1)["rows"]
     assert [sum(row["fields"]["response_mask"]) for row in rows] == [0, 0]
     found = verl.data_proto(group, pad_token_id=0)["batch"]
     assert not sum(map(sum, found["response_mask"]))
-    both = group_of(one_row(), two_rows(sample_index=1), lost=[no_row(sample_index=2)])
+    both = group_of(
+        one_row(), session_of_two_rows(sample_index=1), lost=[session_without_rows(sample_index=2)]
+    )
     assert sum(map(sum, verl.data_proto(both, pad_token_id=0)["batch"]["response_mask"])) == 8
 
 
@@ -197,5 +199,5 @@ def test_room_is_of_the_steps_asked_for(prompts: int, mini: int, room: float) ->
         "data": {"train_batch_size": prompts},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini}, "rollout": {"n": 8}},
     }
-    assert room_of(found) == room
-    assert room_of({}) is None
+    assert rows_per_prompt(found) == room
+    assert rows_per_prompt({}) is None

@@ -16,7 +16,7 @@ from journal_writes import publish_attempt, publish_end, submit_task
 
 from polarnode.core.task import GroupSpec
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.groups import Facts, facts_of, read_group
+from polarnode.groups import SessionFacts, facts_of, read_group
 from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
 
@@ -36,13 +36,13 @@ def take(journal: Journal, *sessions: str, **group: Any) -> None:
 
 def publish(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     publish_end(journal, trajectory)
 
 
 async def told(journal: Journal) -> tuple[list[str], dict[str, Any]]:
     """The keys of all events, and the body of the group's."""
-    await journal.flushed()
+    await journal.flush()
     page = await journal.events(0)
     bodies = [event.body for event in page.events if event.kind == "group"]
     return [event.key for event in page.events], orjson.loads(bodies[0]) if bodies else {}
@@ -150,19 +150,19 @@ async def test_what_is_read_of_places_is_what_their_trajectories_said(tmp_path: 
     async with opened(tmp_path) as journal:
         take(journal, "a", "b")
         publish(journal, published)
-        journal.session_started(make_identity("b", sample_index=1))
+        journal.record_session(make_identity("b", sample_index=1))
         publish_attempt(
             journal,
             evolve(make_trajectory("b", sample_index=1), retried_as="b2"),
             evolve(make_identity("b2", sample_index=1), attempt=1),
         )
-        await journal.flushed()
-        assert await journal.places_over("t") == (facts_of(published),), (
+        await journal.flush()
+        assert await journal.finished_places("t") == (facts_of(published),), (
             "a place that is tried again is not over"
         )
         publish(journal, evolve(make_trajectory("b2", sample_index=1), outcome=LOST, reward=None, attempt=1))
-        await journal.flushed()
-        found = await journal.places_over("t")
+        await journal.flush()
+        found = await journal.finished_places("t")
         assert [each.session_id for each in found] == ["a", "b2"]
         assert found[1].outcome == evolve(LOST, log_tail=None), "nobody needs its log"
 
@@ -179,8 +179,8 @@ async def test_a_group_of_which_a_part_is_of_an_older_journal_is_judged_by_what_
     without = {name: part for name, part in orjson.loads(spec).items() if name != "group"}
     db.execute("UPDATE tasks SET spec = ?, checksum = NULL", (orjson.dumps(without),))
     db.commit()
-    assert queries.places_over(db, "t") == (
-        Facts(session_id="a", sample_index=0, outcome=Outcome(status="completed"), reward=1.0),
+    assert queries.finished_places(db, "t") == (
+        SessionFacts(session_id="a", sample_index=0, outcome=Outcome(status="completed"), reward=1.0),
     )
     db.close()
     async with opened(tmp_path) as journal:

@@ -20,10 +20,16 @@ from polarnode.core.codec import pack_turn, trajectory_json
 from polarnode.core.errors import JournalDamaged, JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.journal import writer
-from polarnode.journal.entries import Entry
+from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.schema import VERSION, WAL_BYTES
-from polarnode.journal.values import Filters, Progress, Retention, check_consumer, json_encoder
+from polarnode.journal.schema import SCHEMA_VERSION, WAL_CHECKPOINT_BYTES
+from polarnode.journal.values import (
+    EventFilters,
+    JournalProgress,
+    RetentionLimits,
+    check_consumer,
+    json_encoder,
+)
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 
@@ -59,12 +65,12 @@ def take(journal: Journal, *sessions: str, task_id: str = "t", **more: Any) -> N
 
 def record(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     publish_end(journal, trajectory)
 
 
 async def listed(journal: Journal, after: int = 0, **filters: Any) -> list[tuple[int, str]]:
-    page = await journal.events(after, filters=Filters(**filters))
+    page = await journal.events(after, filters=EventFilters(**filters))
     return [(event.seq, event.key) for event in page.events]
 
 
@@ -98,9 +104,9 @@ async def test_a_turn_takes_little_more_of_the_disk_than_its_bytes(opened: Open,
     async with opened() as journal:
         for start in range(0, len(turns), 20):
             for turn in turns[start : start + 20]:
-                journal.turn(turn)
-            await journal.flushed()
-        assert log.stat().st_size < 1.2 * WAL_BYTES
+                journal.record_turn(turn)
+            await journal.flush()
+        assert log.stat().st_size < 1.2 * WAL_CHECKPOINT_BYTES
     size = (tmp_path / "state" / "journal.sqlite").stat().st_size
     assert size < 1.3 * sum(len(pack_turn(turn)) for turn in turns)
 
@@ -108,9 +114,9 @@ async def test_a_turn_takes_little_more_of_the_disk_than_its_bytes(opened: Open,
 async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a", "b", num_samples=2, group_id="g")
-        journal.session_started(make_identity("a"))
-        journal.turn(make_turn("a"))
-        await journal.flushed()
+        journal.record_session(make_identity("a"))
+        journal.record_turn(make_turn("a"))
+        await journal.flush()
         task = await journal.task("t")
         assert task is not None
         assert (task.group_id, task.spec, task.submitted, task.finished) == (
@@ -135,10 +141,10 @@ async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
             make_trajectory("b", sample_index=1, status="timeout", reward=None),
         )
         record(journal, first)
-        await journal.flushed()
+        await journal.flush()
         assert await listed(journal) == [(1, "trajectory:a")]
         record(journal, second)
-        await journal.flushed()
+        await journal.flush()
         assert await listed(journal) == [
             (1, "trajectory:a"),
             (2, "trajectory:b"),
@@ -159,7 +165,7 @@ async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
         take(journal, "a", "b", group_id="g")
         record(journal, make_trajectory("a"))
         record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
-        await journal.flushed()
+        await journal.flush()
         page = await journal.events(0, encoder=json_encoder("base64"))
         bodies = [orjson.loads(event.json(journal.id)) for event in page.events]
         assert bodies[0] == {
@@ -187,9 +193,9 @@ async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opene
         take(journal, "a")
         record(journal, make_trajectory("a", reward=0.25))
         publish_end(journal, make_trajectory("a", reward=0.75))
-        journal.turn(make_turn("b", sampled=1))
-        journal.turn(make_turn("b", sampled=2))
-        await journal.flushed()
+        journal.record_turn(make_turn("b", sampled=1))
+        journal.record_turn(make_turn("b", sampled=2))
+        await journal.flush()
         assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
         found = await journal.trajectory("a")
         assert found is not None
@@ -199,9 +205,9 @@ async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opene
 
 async def test_a_capture_has_no_task_and_no_task_event(opened: Open) -> None:
     async with opened() as journal:
-        journal.session_started(make_identity("lone", task_id="capture"))
+        journal.record_session(make_identity("lone", task_id="capture"))
         record(journal, make_trajectory("lone", task_id="capture"))
-        await journal.flushed()
+        await journal.flush()
         assert await listed(journal) == [(1, "trajectory:lone")]
         assert await journal.task("capture") is None
 
@@ -216,7 +222,7 @@ async def test_a_task_is_found_by_its_key_and_listed_newest_first(opened: Open) 
                 session_ids=(f"s{number}",),
                 idempotency_key=f"k{number % 2}",
             )
-        await journal.flushed()
+        await journal.flush()
         found = await journal.task_of_key("k1")
         assert found is not None
         assert found.task_id == "t1"
@@ -240,7 +246,7 @@ async def test_filters_let_a_reader_move_past_what_it_does_not_want(opened: Open
         record(journal, make_trajectory("a", task_id="t1", group_id="g1", status="failed", reward=0.0))
         record(journal, make_trajectory("c", task_id="t2", group_id="g2"))
         record(journal, make_trajectory("b", task_id="t1", group_id="g1", reward=0.5))
-        await journal.flushed()
+        await journal.flush()
         assert [key for _, key in await listed(journal, task_id="t1")] == [
             "trajectory:a",
             "trajectory:b",
@@ -259,9 +265,9 @@ async def test_filters_let_a_reader_move_past_what_it_does_not_want(opened: Open
             "trajectory:c",
             "trajectory:b",
         ]
-        nothing = await journal.events(0, filters=Filters(task_id="none"))
+        nothing = await journal.events(0, filters=EventFilters(task_id="none"))
         assert (nothing.events, nothing.seen) == ((), journal.last_seq)
-        page = await journal.events(0, filters=Filters(task_id="t1"), limit=1)
+        page = await journal.events(0, filters=EventFilters(task_id="t1"), limit=1)
         assert (len(page.events), page.seen) == (1, 1)
         assert (await journal.events(99)).seen == 99
 
@@ -271,7 +277,7 @@ async def test_a_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.Monk
     async with opened() as journal:
         for number in range(6):
             record(journal, make_trajectory(f"s{number}", task_id="x"))
-        await journal.flushed()
+        await journal.flush()
         seen, pages = 0, []
         while (page := await journal.events(seen)).events:
             pages.append(len(page.events))
@@ -285,15 +291,15 @@ async def test_a_waiting_reader_is_woken_by_the_commit(opened: Open) -> None:
         woken: list[int] = []
 
         async def reader() -> None:
-            await journal.wait_after(0)
+            await journal.wait_event_after(0)
             woken.append(journal.last_seq)
 
         nursery.start_soon(reader)
-        journal.turn(make_turn("a"))
-        await journal.flushed()
+        journal.record_turn(make_turn("a"))
+        await journal.flush()
         assert woken == []
         record(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         await trio.testing.wait_all_tasks_blocked()
         assert woken == [1]
 
@@ -306,7 +312,7 @@ async def test_a_position_moves_forward_only_and_never_into_the_future(opened: O
         assert await journal.acknowledge("one", 7) == 0
         for number in range(3):
             record(journal, make_trajectory(f"s{number}", task_id="x"))
-        await journal.flushed()
+        await journal.flush()
         assert await journal.acknowledge("one", 2) == 2
         assert await journal.acknowledge("one", 1) == 2
         assert await journal.acknowledge("one", 99) == 3
@@ -337,21 +343,21 @@ async def test_numbers_go_on_after_a_restart(opened: Open) -> None:
     async with opened() as journal:
         assert (journal.first_seq, journal.last_seq) == (1, 1)
         record(journal, make_trajectory("b", task_id="x"))
-        await journal.flushed()
+        await journal.flush()
         assert await listed(journal) == [(1, "trajectory:a"), (2, "trajectory:b")]
 
 
 async def test_what_an_earlier_life_left_unfinished_is_found(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "done", "begun", "named", group_id="g")
-        journal.session_started(make_identity("begun", sample_index=1))
+        journal.record_session(make_identity("begun", sample_index=1))
         record(journal, make_trajectory("done"))
-        journal.turn(make_turn("begun", 0))
-        journal.turn(make_turn("begun", 1))
-        await journal.flushed()
-        assert await journal.unfinished() == ()
+        journal.record_turn(make_turn("begun", 0))
+        journal.record_turn(make_turn("begun", 1))
+        await journal.flush()
+        assert await journal.unfinished_sessions() == ()
     async with opened() as journal:
-        begun, named = await journal.unfinished()
+        begun, named = await journal.unfinished_sessions()
         assert begun.identity == make_identity("begun", sample_index=1)
         assert begun.spec == make_spec(group_id="g")
         assert begun.turns == (make_turn("begun", 0), make_turn("begun", 1))
@@ -367,8 +373,8 @@ async def test_what_an_earlier_life_left_unfinished_is_found(opened: Open) -> No
                     traces=(),
                 ),
             )
-        await journal.flushed()
-        assert await journal.unfinished() == ()
+        await journal.flush()
+        assert await journal.unfinished_sessions() == ()
         assert [key for _, key in await listed(journal)] == [
             "trajectory:done",
             "trajectory:begun",
@@ -382,7 +388,7 @@ async def test_leaving_writes_what_is_queued_even_when_cancelled(opened: Open) -
     with trio.CancelScope() as scope:
         async with opened() as journal:
             for number in range(200):
-                journal.turn(make_turn("a", number))
+                journal.record_turn(make_turn("a", number))
             scope.cancel()
     async with opened() as journal:
         assert len(await journal.turns("a")) == 200
@@ -393,7 +399,7 @@ async def test_a_virtual_clock_does_not_cut_the_closing(
 ) -> None:
     async with opened() as journal:
         for number in range(200):
-            journal.turn(make_turn("a", number))
+            journal.record_turn(make_turn("a", number))
     async with opened() as journal:
         assert len(await journal.turns("a")) == 200
 
@@ -409,7 +415,7 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     old = make_trajectory("s", turns=2)
     async with opened() as journal:
         record(journal, make_trajectory("s", turns=2))
-        await journal.flushed()
+        await journal.flush()
     db = sqlite3.connect(tmp_path / "state" / "journal.sqlite")
     for index, body in enumerate(OLD_TURNS):
         db.execute("UPDATE turns SET body = ? WHERE turn = ?", (b64decode(body), index))
@@ -452,11 +458,11 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
             top=TopLogprobs(k=1, ids=ids([1, 2, 3]), logprobs=floats([-0.5] * 3)),
             routed=RoutedExperts(start=0, layers=2, top_k=1, dtype="uint8", data=bytes(12)),
         )
-        journal.turn(carried)
-        await journal.flushed()
+        journal.record_turn(carried)
+        await journal.flush()
         assert await journal.turns("new") == (carried,)
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     db.close()
 
 
@@ -472,7 +478,7 @@ async def test_its_files_are_private_whatever_the_umask(opened: Open, tmp_path: 
     try:
         async with opened() as journal:
             record(journal, make_trajectory("a"))
-            await journal.flushed()
+            await journal.flush()
             modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "state").iterdir()}
     finally:
         os.umask(before)
@@ -529,11 +535,11 @@ async def publish_many(journal: Journal, count: int, start: int = 0) -> None:
     for number in range(start, start + count):
         take(journal, f"s{number}", task_id=f"t{number}")
         record(journal, make_trajectory(f"s{number}", task_id=f"t{number}", sampled=2000))
-        await journal.flushed()
+        await journal.flush()
 
 
 async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Open) -> None:
-    async with opened(retention=Retention(acknowledged=1 << 20, everything=1 << 40)) as journal:
+    async with opened(retention=RetentionLimits(acknowledged=1 << 20, everything=1 << 40)) as journal:
         await journal.acknowledge("slow", 0)
         await publish_many(journal, 60)
         assert journal.first_seq == 1
@@ -551,9 +557,9 @@ async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Op
 
 
 async def test_beyond_the_last_limit_the_oldest_go_and_numbers_do_not_come_again(opened: Open) -> None:
-    limits = Retention(acknowledged=3 << 18, everything=3 << 18)
+    limits = RetentionLimits(acknowledged=3 << 18, everything=3 << 18)
     async with opened(retention=limits) as journal:
-        journal.turn(make_turn("running"))
+        journal.record_turn(make_turn("running"))
         await publish_many(journal, 80)
         assert journal.first_seq > 1
         assert journal.statistics().stored_bytes < 1 << 20
@@ -576,7 +582,7 @@ def replace(
     trajectory = make_trajectory(lost, sample_index=sample_index, turns=turns, reward=None)
     replaced = attrs.evolve(trajectory, outcome=LOST, attempt=attempt, retried_as=successor)
     for turn in replaced.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     publish_attempt(
         journal,
         replaced,
@@ -591,7 +597,7 @@ async def test_a_place_is_its_last_sessions_and_the_group_hears_of_no_other(open
         replace(journal, "b", "b2", sample_index=1, turns=2)
         replace(journal, "b2", "b3", sample_index=1, attempt=1)
         record(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         assert await listed(journal) == [(3, "trajectory:a")], (
             "a place that is to be filled keeps its group open"
         )
@@ -603,7 +609,7 @@ async def test_a_place_is_its_last_sessions_and_the_group_hears_of_no_other(open
         ]
         assert not task.finished
         record(journal, attrs.evolve(make_trajectory("b3", sample_index=1), attempt=2))
-        await journal.flushed()
+        await journal.flush()
         page = await journal.events(0)
         assert [event.key for event in page.events] == ["trajectory:a", "trajectory:b3", "group:t", "task:t"]
         group = orjson.loads(page.events[2].body)
@@ -615,19 +621,19 @@ async def test_a_replaced_session_is_read_by_who_asks_for_it(opened: Open) -> No
     async with opened() as journal:
         take(journal, "a")
         replaced = replace(journal, "a", "a2", turns=2)
-        await journal.flushed()
+        await journal.flush()
         assert await journal.turns("a") == replaced.turns
         found, known = await journal.trajectory("a"), await journal.session("a")
         assert found is not None
         assert known is not None
         assert (found.outcome, known.outcome, known.retried_as, known.turns) == (LOST, LOST, "a2", 2)
         assert (await journal.events(0)).events == ()
-        (event,) = (await journal.events(0, filters=Filters(kinds=("attempt",)))).events
+        (event,) = (await journal.events(0, filters=EventFilters(kinds=("attempt",)))).events
         assert (event.kind, event.key) == ("attempt", "attempt:a")
         assert orjson.loads(event.json(journal.id))["attempt"]["session_id"] == "a"
         for passed_over in (
-            Filters(kinds=("attempt",), outcome="completed"),
-            Filters(kinds=("attempt",), min_reward=0.0),
+            EventFilters(kinds=("attempt",), outcome="completed"),
+            EventFilters(kinds=("attempt",), min_reward=0.0),
         ):
             page = await journal.events(0, filters=passed_over)
             assert (page.events, page.seen) == ((), 1)
@@ -640,18 +646,20 @@ async def test_replacing_again_and_publishing_late_change_nothing(opened: Open, 
         replace(journal, "a", "a2")
         replace(journal, "a", "a3")
         record(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         task = await journal.task("t")
         assert task is not None
         assert [one.session_id for one in task.sessions] == ["a2"]
         assert await journal.session("a3") is None
         assert [
             event.key
-            for event in (await journal.events(0, filters=Filters(kinds=("trajectory", "attempt")))).events
+            for event in (
+                await journal.events(0, filters=EventFilters(kinds=("trajectory", "attempt")))
+            ).events
         ] == ["attempt:a"]
     async with opened() as journal:
-        assert [left.identity.session_id for left in await journal.unfinished()] == ["a2"]
-        assert [left.identity.attempt for left in await journal.unfinished()] == [1]
+        assert [left.identity.session_id for left in await journal.unfinished_sessions()] == ["a2"]
+        assert [left.identity.attempt for left in await journal.unfinished_sessions()] == [1]
 
 
 async def test_a_finished_session_is_not_replaced(opened: Open) -> None:
@@ -659,7 +667,7 @@ async def test_a_finished_session_is_not_replaced(opened: Open) -> None:
         take(journal, "a")
         record(journal, make_trajectory("a"))
         replace(journal, "a", "a2")
-        await journal.flushed()
+        await journal.flush()
         assert await journal.session("a2") is None
         assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
 
@@ -670,19 +678,19 @@ async def test_cancelling_outlives_the_node(opened: Open) -> None:
         take(journal, "b", task_id="other")
         cancel_task(journal, "t")
         cancel_task(journal, "nobody's")
-        await journal.flushed()
+        await journal.flush()
         task = await journal.task("t")
         assert task is not None
         assert task.cancelled == 1000.0
     async with opened() as journal:
-        assert {left.identity.session_id: left.cancelled for left in await journal.unfinished()} == {
+        assert {left.identity.session_id: left.cancelled for left in await journal.unfinished_sessions()} == {
             "a": True,
             "b": False,
         }
 
 
 async def test_replaced_sessions_are_pruned_with_their_turns(opened: Open) -> None:
-    limits = Retention(acknowledged=1 << 19, everything=1 << 19)
+    limits = RetentionLimits(acknowledged=1 << 19, everything=1 << 19)
     async with opened(retention=limits) as journal:
         take(journal, "a")
         replace(journal, "a", "a2", turns=3)
@@ -704,25 +712,25 @@ async def test_turns_are_committed_together_unless_somebody_waits(
         commits: list[int] = []
         report = journal._writer.on_progress
 
-        def counted(progress: Progress) -> None:
+        def counted(progress: JournalProgress) -> None:
             commits.append(progress.entries)
             report(progress)
 
         journal._writer.on_progress = counted
-        before = journal._writer.put_entries
+        before = journal._writer.enqueued_entries
         for number in range(3):
-            journal.turn(make_turn("s", number))
+            journal.record_turn(make_turn("s", number))
             await trio.sleep(0.05)
         assert commits == []
         with trio.fail_after(30):
-            await journal.flushed()
+            await journal.flush()
         assert commits == [before + 3]
-        journal.turn(make_turn("s", 3))
+        journal.record_turn(make_turn("s", 3))
         publish_end(journal, make_trajectory("x"))  # an event is committed at once, with what came before it
         with trio.fail_after(30):
-            await journal.wait_after(0)
+            await journal.wait_event_after(0)
         assert commits == [before + 3, before + 5]
-        journal.turn(make_turn("s", 4))
+        journal.record_turn(make_turn("s", 4))
     async with opened() as journal:  # closing waits for nothing
         assert [turn.index for turn in await journal.turns("s")] == [0, 1, 2, 3, 4]
 
@@ -747,9 +755,9 @@ async def test_a_full_disk_is_said_waited_out_and_loses_nothing(
         assert state.refuses_tasks
         assert state.backlog_entries > 0
         assert state.backlog_bytes > 0
-        journal.turn(make_turn("more"))
+        journal.record_turn(make_turn("more"))
         journal._writer.db.execute("PRAGMA max_page_count = 1073741823")
-        await journal.flushed()
+        await journal.flush()
         state = journal.statistics()
         assert (
             state.warning,
@@ -800,16 +808,16 @@ async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest
         raise ZeroDivisionError
 
     async with opened() as journal:
-        with journal._writer._changed:  # so that all are one batch
-            journal.turn(make_turn("a", 0))
+        with journal._writer._condition:  # so that all are one batch
+            journal.record_turn(make_turn("a", 0))
             for bug in (twice, nowhere, unbound):
-                journal._writer.put(Entry(1, bug))
-            journal.turn(make_turn("a", 1))
-            journal._writer.put(Entry(1, buggy))
-            journal.turn(make_turn("a", 2))
+                journal._writer.enqueue(JournalEntry(1, bug))
+            journal.record_turn(make_turn("a", 1))
+            journal._writer.enqueue(JournalEntry(1, buggy))
+            journal.record_turn(make_turn("a", 2))
         with pytest.raises(JournalDamaged, match="4 entries could not be written"):
-            await journal.flushed()
-        await journal.flushed()
+            await journal.flush()
+        await journal.flush()
         assert len(await journal.turns("a")) == 3
         state = journal.statistics()
         assert (state.dropped, state.refuses_tasks) == (4, True)

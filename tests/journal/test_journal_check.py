@@ -14,17 +14,17 @@ from polarnode.cli.main import main
 from polarnode.core.errors import JournalError
 from polarnode.journal.check import check_journal
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.schema import VERSION
+from polarnode.journal.schema import SCHEMA_VERSION
 
 DATA = Path(__file__).parents[1] / "data" / "journals"
 
 
 async def fill(journal: Journal) -> None:
     write_sessions(journal)
-    journal.session_started(make_identity("open"))
-    journal.turn(make_turn("open"))
+    journal.record_session(make_identity("open"))
+    journal.record_turn(make_turn("open"))
     serve_weights(journal, "v1")
-    await journal.flushed()
+    await journal.flush()
     await journal.acknowledge("trainer", 2)
 
 
@@ -34,7 +34,7 @@ def changed(path: Path, sql: str) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("version", range(1, VERSION + 1))
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_a_journal_of_any_version_has_no_faults(tmp_path: Path, version: int) -> None:
     path = tmp_path / "journal.sqlite"
     path.write_bytes(gzip.decompress((DATA / f"v{version}" / "journal.sqlite.gz").read_bytes()))
@@ -104,7 +104,10 @@ async def test_the_command_prints_faults_and_exits_1(tmp_path: Path) -> None:
     async with open_journal(path, now=lambda: 1000.0) as journal:
         await fill(journal)
     fine = CliRunner().invoke(main, ["check", str(tmp_path)])
-    assert (fine.exit_code, fine.stdout.splitlines()[-1]) == (0, f"{path} (version {VERSION}): no faults")
+    assert (fine.exit_code, fine.stdout.splitlines()[-1]) == (
+        0,
+        f"{path} (version {SCHEMA_VERSION}): no faults",
+    )
     changed(path, "UPDATE turns SET body = x'00' WHERE session_id = 'a' AND turn = 1")
     faulty = CliRunner().invoke(main, ["check", str(tmp_path)])
     assert faulty.exit_code == 1

@@ -17,17 +17,17 @@ from journal_writes import cancel_task, publish_end, submit_task
 
 from polarnode.core.errors import ConfigError, Refused
 from polarnode.journal import journal, pending_callbacks, retention, writer
-from polarnode.journal.entries import ROW_BYTES, Entry
+from polarnode.journal.entries import ROW_BYTES, JournalEntry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.queries import Recent
-from polarnode.journal.values import Filters, Retention, json_encoder
+from polarnode.journal.queries import ByteCache
+from polarnode.journal.values import EventFilters, RetentionLimits, json_encoder
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
-from polarnode.node.settings import retention_of
+from polarnode.node.settings import retention_settings
 
 Open = Callable[..., AbstractAsyncContextManager[Journal]]
 HOUR = 3600.0
-ALL = Retention(acknowledged=1 << 40, everything=1 << 50)  # nothing goes for its size
+ALL = RetentionLimits(acknowledged=1 << 40, everything=1 << 50)  # nothing goes for its size
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def opened(tmp_path: Path, clock: Clock) -> Open:
     return opener
 
 
-def accepted(seq: int) -> Entry:
+def accepted(seq: int) -> JournalEntry:
     """The receiver of an event accepted it."""
-    return Entry(ROW_BYTES, partial(pending_callbacks.taken, seq=seq))
+    return JournalEntry(ROW_BYTES, partial(pending_callbacks.delete_callback, seq=seq))
 
 
 async def publish(found: Journal, *names: str, sampled: int = 3, **spec: Any) -> None:
@@ -57,15 +57,15 @@ async def publish(found: Journal, *names: str, sampled: int = 3, **spec: Any) ->
             found, make_spec(**spec), task_id=f"task-{name}", session_ids=(name,), idempotency_key=None
         )
         trajectory = make_trajectory(name, task_id=f"task-{name}", sampled=sampled)
-        found.turn(trajectory.turns[0])
+        found.record_turn(trajectory.turns[0])
         publish_end(found, trajectory)
-        await found.flushed()
+        await found.flush()
 
 
 async def commit(found: Journal) -> None:
     """Something else is written: what is due goes."""
     cancel_task(found, "nobody's")
-    await found.flushed()
+    await found.flush()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -114,8 +114,8 @@ async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
     async with opened() as found:
         await publish(found, "a")
         await found.acknowledge("one", 2)
-        assert await found.forget("one")
-        assert not await found.forget("one")
+        assert await found.forget_consumer("one")
+        assert not await found.forget_consumer("one")
         assert found.consumers() == ()
         assert await found.position("one") == 0
         assert await found.acknowledge("one", 1) == 1
@@ -124,42 +124,42 @@ async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
 async def test_a_reader_that_leaves_does_not_bring_a_forgotten_consumer_back(opened: Open) -> None:
     async with opened() as found:
         await found.acknowledge("one", 0)
-        found.attend("one", 1)
-        assert found.streams("one") == 1
-        found.attend("one", 1)
+        found.track_stream("one", 1)
+        assert found.open_streams("one") == 1
+        found.track_stream("one", 1)
         assert [each.connected for each in found.consumers()] == [2]
-        found.attend("one", -1)
-        await found.forget("one")
-        found.attend("one", -1)
-        await found.flushed()
-        assert (found.consumers(), found.streams("one")) == ((), 0)
+        found.track_stream("one", -1)
+        await found.forget_consumer("one")
+        found.track_stream("one", -1)
+        await found.flush()
+        assert (found.consumers(), found.open_streams("one")) == ((), 0)
 
 
 async def test_too_many_names_are_refused_with_the_remedy(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MOST", 2)
+    monkeypatch.setattr(journal, "MAX_CONSUMERS", 2)
     async with opened() as found:
         await found.acknowledge("one", 0)
         await found.acknowledge("two", 0)
         with pytest.raises(Refused, match="DELETE /v1/consumers"):
             await found.acknowledge("three", 0)
         assert await found.acknowledge("two", 0) == 0
-        await found.forget("one")
+        await found.forget_consumer("one")
         assert await found.acknowledge("three", 0) == 0
 
 
 async def test_a_silent_consumer_gives_its_place_to_a_new_one(
     opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal, "MOST", 2)
+    monkeypatch.setattr(journal, "MAX_CONSUMERS", 2)
     async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
         for name in ("first", "second"):
             await found.acknowledge(name, 0)
             clock.time += 2 * HOUR
         await found.acknowledge("third", 0)
         assert [each.consumer for each in found.consumers()] == ["second", "third"]
-    assert retention.MOST == 200
+    assert retention.MAX_CONSUMERS == 200
 
 
 # ── who is waited for ─────────────────────────────────────────────────────────
@@ -201,17 +201,17 @@ async def test_time_in_which_no_node_ran_is_nobodys_silence(opened: Open, clock:
 async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> None:
     async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
         await found.acknowledge("reading", 0)
-        found.attend("reading", 1)
+        found.track_stream("reading", 1)
         clock.time += 100 * HOUR
         await commit(found)
         assert found.consumers()[0].holds
-        found.attend("reading", -1)
-        await found.flushed()
+        found.track_stream("reading", -1)
+        await found.flush()
         assert found.consumers()[0].last_seen == clock.time
 
 
 async def test_where_nobody_is_waited_for_nothing_goes_that_no_one_had(opened: Open, clock: Clock) -> None:
-    limits = Retention(acknowledged=0, everything=1 << 50, silence_s=HOUR)
+    limits = RetentionLimits(acknowledged=0, everything=1 << 50, silence_s=HOUR)
     async with opened(retention=limits) as found:
         await publish(found, "a")
         assert found.first_seq == 1, "without a consumer nothing is acknowledged"
@@ -263,7 +263,7 @@ async def test_a_new_consumer_makes_what_it_has_not_read_unacknowledged(opened: 
 async def test_what_is_due_goes_while_nothing_is_written(
     opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "LOOK_S", 0.01)
+    monkeypatch.setattr(writer, "PRUNE_INTERVAL_S", 0.01)
     async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
         await publish(found, "a")
         await found.acknowledge("one", 3)
@@ -277,7 +277,7 @@ async def test_a_short_disk_takes_what_is_only_kept_to_be_read_again(
     async with opened(retention=ALL) as found:
         await publish(found, "a", "b")
         await found.acknowledge("one", 4)
-        monkeypatch.setattr(writer, "SHORT_BYTES", 1 << 62)
+        monkeypatch.setattr(writer, "PRUNE_DISK_FREE_BYTES", 1 << 62)
         await commit(found)
         assert found.first_seq == 5
 
@@ -288,7 +288,7 @@ async def test_pruning_stops_at_its_limit_and_goes_on_by_itself(opened: Open) ->
         await publish(found, *names, sampled=2000)
         stored = found.statistics().stored_bytes
     most = stored // 2
-    async with opened(retention=Retention(acknowledged=1 << 20, everything=most)) as found:
+    async with opened(retention=RetentionLimits(acknowledged=1 << 20, everything=most)) as found:
         await commit(found)
         await until(lambda: found.statistics().stored_bytes <= most)
         assert most * 0.8 < found.statistics().stored_bytes <= most
@@ -299,7 +299,7 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
     opened: Open, tmp_path: Path
 ) -> None:
     url = "http://127.0.0.1:9/"
-    async with opened(retention=Retention(acknowledged=0, everything=1 << 50)) as found:
+    async with opened(retention=RetentionLimits(acknowledged=0, everything=1 << 50)) as found:
         await found.acknowledge("one", 0)
         await publish(found, "a")
         await publish(found, "b", callback_url=url)
@@ -319,15 +319,15 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
             idempotency_key=None,
         )
         publish_end(found, make_trajectory("x", task_id="t", turns=0))
-        await found.flushed()
+        await found.flush()
         found.write(accepted(10))
         await found.acknowledge("one", 10)
         await commit(found)
         assert found.first_seq == 10, "its task's end may tell of all its sessions"
-    async with opened(retention=Retention(acknowledged=0, everything=0)) as found:
+    async with opened(retention=RetentionLimits(acknowledged=0, everything=0)) as found:
         await commit(found)
         assert found.first_seq == 11
-        assert [left.identity.session_id for left in await found.unfinished()] == ["y"], (
+        assert [left.identity.session_id for left in await found.unfinished_sessions()] == ["y"], (
             "a session that is not over stays"
         )
     with sqlite3.connect(tmp_path / "journal.sqlite") as db:
@@ -336,11 +336,11 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
 
 
 async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
-    async with opened(retention=Retention(acknowledged=0, everything=1 << 50)) as found:
-        found.session_started(make_identity("capture", task_id="capture-1"))
-        found.turn(make_turn("capture"))
+    async with opened(retention=RetentionLimits(acknowledged=0, everything=1 << 50)) as found:
+        found.record_session(make_identity("capture", task_id="capture-1"))
+        found.record_turn(make_turn("capture"))
         publish_end(found, make_trajectory("capture", task_id="capture-1"))
-        await found.flushed()
+        await found.flush()
         await found.acknowledge("one", 1)
         await commit(found)
         assert (await found.session("capture"), await found.turns("capture"), found.first_seq) == (
@@ -351,9 +351,9 @@ async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
 
 
 def test_the_settings_are_the_journals_and_their_defaults_are_one() -> None:
-    assert retention_of(NodeConfig()) == Retention()
+    assert retention_settings(NodeConfig()) == RetentionLimits()
     said = NodeConfig(keep_acknowledged_mb=1, keep_mb=2, keep_acknowledged_hours=0.5, consumer_hours=2.0)
-    assert retention_of(said) == Retention(
+    assert retention_settings(said) == RetentionLimits(
         acknowledged=1 << 20, everything=2 << 20, acknowledged_s=1800.0, silence_s=7200.0
     )
 
@@ -402,7 +402,7 @@ async def test_the_journal_tells_what_waits_and_for_how_long(opened: Open, clock
 
 
 async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened(retention=Retention(acknowledged=3 << 18, everything=1 << 50)) as found:
+    async with opened(retention=RetentionLimits(acknowledged=3 << 18, everything=1 << 50)) as found:
         await found.acknowledge("one", 0)
         await publish(found, *(f"s{number}" for number in range(60)), sampled=4000)
         await found.acknowledge("one", 180)
@@ -424,14 +424,16 @@ async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(
     async with opened() as found:
         await publish(found, "a", "b")
         first = await found.events(0, encoder=json_encoder("base64"))
-        again = await found.events(0, encoder=json_encoder("base64"), filters=Filters(kinds=("trajectory",)))
+        again = await found.events(
+            0, encoder=json_encoder("base64"), filters=EventFilters(kinds=("trajectory",))
+        )
         other = await found.events(0, encoder=json_encoder("json"))
         assert again.events[1].body is first.events[3].body
         assert other.events[0].body != first.events[0].body
 
 
 def test_what_was_made_last_is_kept_within_its_bound() -> None:
-    recent, made = Recent(limit=100), []
+    recent, made = ByteCache(limit=100), []
 
     def make(size: int) -> bytes:
         made.append(size)
@@ -448,12 +450,12 @@ def test_what_was_made_last_is_kept_within_its_bound() -> None:
         ("large", 60),
     ):
         assert len(recent.get(key, lambda size=size: make(size))) == size  # type: ignore[misc]
-        assert recent.held <= 100
+        assert recent.cached_bytes <= 100
     assert made == [40, 40, 40, 40, 60, 60], "b was the least lately used; what is too large is never kept"
 
 
 async def test_several_at_once_make_it_once_and_a_failure_is_each_ones_own() -> None:
-    recent, made = Recent(), []
+    recent, made = ByteCache(), []
 
     def slowly() -> bytes:
         made.append(1)

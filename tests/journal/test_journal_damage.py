@@ -21,16 +21,16 @@ from polarnode.api.query import Query
 from polarnode.core.codec.json import TOO_DEEP
 from polarnode.core.errors import JournalDamaged, JournalError
 from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
-from polarnode.journal.damage import checksum, encoded
-from polarnode.journal.entries import Entry
+from polarnode.journal.damage import checksum, encode_trajectory
+from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.schema import PAGE_BYTES
-from polarnode.journal.values import Filters, json_encoder
+from polarnode.journal.values import EventFilters, json_encoder
 from polarnode.merge.trajectory import Result, assemble
 
 Open = Callable[[], AbstractAsyncContextManager[Journal]]
-EVERY_KIND = Filters(kinds=("trajectory", "group", "task", "attempt"))
+EVERY_KIND = EventFilters(kinds=("trajectory", "group", "task", "attempt"))
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ async def fill(journal: Journal, *session_ids: str, turns: int = 2, **more: Any)
     """A finished task of one session for each."""
     for name in session_ids:
         submit_task(journal, make_spec(), task_id=f"t-{name}", session_ids=(name,), idempotency_key=None)
-        journal.session_started(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
+        journal.record_session(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
         whole = chained(name, turns)
         for turn in whole.turns:
-            journal.turn(turn)
+            journal.record_turn(turn)
         publish_end(journal, attrs.evolve(whole, **more))
-    await journal.flushed()
+    await journal.flush()
 
 
 def chained(name: str, turns: int) -> Trajectory:
@@ -198,7 +198,7 @@ async def test_what_is_too_deep_is_replaced_in_place(opened: Open, depth: int, p
         assert len(body["traces"]) == 1
         log = SqliteLog(journal)
         for query in (Query(), Query(format="slime"), Query(kind="sft")):
-            response: Any = export(log, journal.read, query, await log.end()).response
+            response: Any = export(log, journal.run_in_thread, query, await log.last_cursor()).response
             lines = b"".join([part async for part in response]).splitlines()
             assert len(lines) == (0 if query.kind == "sft" else 3)
 
@@ -232,21 +232,21 @@ async def test_memory_that_runs_out_is_no_damage(opened: Open) -> None:
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        encoded(encode, make_trajectory("a"))
+        encode_trajectory(encode, make_trajectory("a"))
 
 
 async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
-        journal.session_started(make_identity("a"))
-        journal.turn(make_turn("a"))
-        await journal.flushed()
+        journal.record_session(make_identity("a"))
+        journal.record_turn(make_turn("a"))
+        await journal.flush()
     change(tmp_path, "UPDATE tasks SET spec = x'7b7b' WHERE task_id = 't'")
     async with opened() as journal:
-        (lost,) = await journal.unfinished()
+        (lost,) = await journal.unfinished_sessions()
         assert (lost.spec, [each.part for each in lost.damaged]) == (None, ["task"])
         publish_end(journal, make_trajectory("a"))
-        await journal.flushed()
+        await journal.flush()
         assert [key for _, key, _ in await told(journal)] == ["trajectory:a", "group:t", "task:t"]
         assert journal.statistics().dropped == 0
         task = await journal.task("t")
@@ -260,14 +260,14 @@ async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: P
     async with opened() as journal:
         for name in ("a", "b"):
             submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
-            journal.session_started(make_identity(name, task_id=name, group_id=name))
+            journal.record_session(make_identity(name, task_id=name, group_id=name))
             for index in range(3):
-                journal.turn(chained(name, 3).turns[index])
-        await journal.flushed()
+                journal.record_turn(chained(name, 3).turns[index])
+        await journal.flush()
     change(tmp_path, f"UPDATE sessions SET {column} = 5 WHERE session_id = 'a'")
     change(tmp_path, FLIPPED.format(table="turns", where="session_id = 'a' AND turn = 1"))
     async with opened() as journal:
-        lost, whole = await journal.unfinished()
+        lost, whole = await journal.unfinished_sessions()
         assert [each.part for each in lost.damaged] == ["identity", "turns[1]"]
         assert (lost.identity.session_id, lost.identity.group_id) == ("a", "a")
         assert whole.damaged == ()
@@ -284,7 +284,7 @@ async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: P
         assert LeftOut(turn=2, reason="damaged") in trajectory.left_out
         assert len(trajectory.traces) == 1
         publish_end(journal, trajectory)
-        await journal.flushed()
+        await journal.flush()
         again = (await told(journal))[0][2]["damaged"]
         assert [each["part"] for each in again] == ["identity", "turns[1]"], (
             "each once, however often it is read"
@@ -300,14 +300,14 @@ async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path
         assert record is not None
         assert record.outcome is not None
         assert (record.outcome.status, record.outcome.boundary) == ("error", "journal")
-        assert await journal.unfinished() == ()
+        assert await journal.unfinished_sessions() == ()
 
 
 async def test_damaged_weights_are_passed_over(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         for version in ("v1", "v2"):
             serve_weights(journal, version)
-        await journal.flushed()
+        await journal.flush()
     change(tmp_path, "UPDATE weights SET body = x'00' WHERE version = 'v2'")
     async with opened() as journal:
         assert [row.version for row in await journal.weights(5)] == ["v1"]
@@ -331,7 +331,7 @@ async def test_a_damaged_page_costs_the_rows_on_it(opened: Open, tmp_path: Path)
     async with opened() as journal:
         found = await told(journal)
         assert len(found) == count
-        lost = [row for row in journal._damages.rows() if row.table == "turns"]
+        lost = [row for row in journal._damages.damaged_rows() if row.table == "turns"]
         bodies = [body for kind, _, body in found if kind == "trajectory"]
         assert 0 < len(lost) < 100
         assert sum(len(body["turns"]) for body in bodies) + len(lost) == 480
@@ -346,11 +346,11 @@ def corrupt(*_: object) -> NoReturn:
 
 async def test_an_entry_that_meets_a_damaged_page_costs_itself(opened: Open) -> None:
     async with opened() as journal:
-        journal._writer.put(Entry(1, corrupt))
+        journal._writer.enqueue(JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged, match="1 entries could not be written"):
             await fill(journal, "a")
         assert [key for _, key, _ in await told(journal)] == keys("a")
-        assert journal.damaged.is_set()
+        assert journal.damage_event.is_set()
         assert (journal.statistics().dropped, journal.statistics().refuses_tasks) == (1, True)
 
 
@@ -392,9 +392,9 @@ async def test_damaged_page_refuses_new_work(opened: Open, tmp_path: Path, name:
         state = journal.statistics()
         assert "is damaged" in (state.damage or "")
         assert (state.warning, state.refuses_tasks) == (state.damage, True)
-        assert journal.damaged.is_set()
+        assert journal.damage_event.is_set()
         with pytest.raises(JournalDamaged, match="put a copy of the file back"):
-            journal.insist_whole()
+            journal.require_undamaged()
 
 
 @pytest.mark.parametrize("pages", [range(1, 2), range(2, 4), range(3, 6), range(6, 12), range(20, 30)])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from polarnode.core.errors import DiskFull
-from polarnode.journal.disk import refusal
+from polarnode.journal.disk import probe_disk
 from polarnode.journal.journal import open_journal
-from polarnode.rollouts.admission import check_capture, check_task, insist_writable
+from polarnode.rollouts.admission import check_capture, check_task, require_writable
 
 FAULTS = [
     (errno.EROFS, "is read-only"),
@@ -29,14 +29,14 @@ def test_refusal_names_the_fault(
     def refused(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    assert refusal(tmp_path) is None
+    assert probe_disk(tmp_path) is None
     monkeypatch.setattr(os, "fsync", refused)
-    assert what in str(refusal(tmp_path))
+    assert what in str(probe_disk(tmp_path))
     assert not list(tmp_path.iterdir()), "what was tried is removed"
 
 
 def test_missing_folder_is_gone(tmp_path: Path) -> None:
-    assert "is gone" in str(refusal(tmp_path / "not mounted"))
+    assert "is gone" in str(probe_disk(tmp_path / "not mounted"))
 
 
 async def test_submit_says_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ async def test_submit_says_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for check in (
         lambda: check_task(state, pending=0, more=1, limit=9),
         lambda: check_capture(state, count=0, limit=9),
-        lambda: insist_writable(state, "send it again"),
+        lambda: require_writable(state, "send it again"),
     ):
         with pytest.raises(DiskFull, match=r"disk is read-only \(.*\): make it writable again.* again"):
             check()

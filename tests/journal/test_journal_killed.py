@@ -29,11 +29,11 @@ async def write_for_ever(path: Path, life: int) -> None:
             name = f"{life}-{number}"
             submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
             for index in range(5):
-                journal.turn(make_turn(name, index, sampled=200))
+                journal.record_turn(make_turn(name, index, sampled=200))
             after = journal.last_seq
             if number % 3:
                 publish_end(journal, make_trajectory(name, task_id=name, turns=5, sampled=200))
-            await journal.flushed()
+            await journal.flush()
             await trio.lowlevel.checkpoint()
             page = await journal.events(after)
             said = {
@@ -88,7 +88,7 @@ async def test_what_was_flushed_outlives_kill_9(tmp_path: Path) -> None:
         assert sorted(kept) == list(range(1, len(kept) + 1)), "numbers have no holes"
         assert len(set(kept.values())) == len(kept), "no event is there twice"
         assert {seq: kept[seq] for seq in given} == given
-        unfinished = {left.identity.session_id: left.turns for left in await journal.unfinished()}
+        unfinished = {left.identity.session_id: left.turns for left in await journal.unfinished_sessions()}
         for line in flushed:
             name = str(line["session"])
             expected = make_trajectory(name, task_id=name, turns=5, sampled=200)

@@ -16,10 +16,10 @@ from polarnode.journal import entries
 from polarnode.journal.check import check_journal
 from polarnode.journal.entries import evaluation_entry, refusal_entry, reward_entry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.values import Filters, Retention
+from polarnode.journal.values import EventFilters, RetentionLimits
 
 SPEC = EvaluationSpec(sessions=("a", "b"), evaluator=EvaluatorSpec(name="command"), reason="a wrong test")
-REWARDS = Filters(kinds=("reward",))
+REWARDS = EventFilters(kinds=("reward",))
 
 
 def accept(journal: Journal, name: str, sessions: Mapping[str, str | None], **more: Any) -> None:
@@ -39,8 +39,8 @@ def give(journal: Journal, name: str, session_id: str, reward: float | None, **m
     journal.write(reward_entry(given))
 
 
-async def keys(journal: Journal, filters: Filters | None = None) -> list[str]:
-    await journal.flushed()
+async def keys(journal: Journal, filters: EventFilters | None = None) -> list[str]:
+    await journal.flush()
     return [each.key for each in (await journal.events(0, filters=filters)).events]
 
 
@@ -48,8 +48,8 @@ async def test_each_evaluation_gives_a_session_one_numbered_reward(tmp_path: Pat
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1.0) as journal:
         write_sessions(journal)
-        await journal.flushed()
-        first = await journal.events(0, filters=Filters(task_id="a"))
+        await journal.flush()
+        first = await journal.events(0, filters=EventFilters(task_id="a"))
         accept(journal, "e1", {"a": None, "b": None, "gone": "no session gone"})
         accept(journal, "e2", {"a": None})
         for _ in range(2):  # an entry may be applied twice
@@ -73,25 +73,25 @@ async def test_each_evaluation_gives_a_session_one_numbered_reward(tmp_path: Pat
         last = (await journal.events(0, filters=REWARDS)).events[-1]
         body = orjson.loads(last.body)
         assert (body["n"], body["reward"], body["error"]) == (2, None, "the judge is down")
-        assert (await journal.events(0, filters=Filters(task_id="a"))).events == first.events
+        assert (await journal.events(0, filters=EventFilters(task_id="a"))).events == first.events
     async with open_journal(path, now=lambda: 1.0) as journal:  # another life
         assert [each.evaluation_id for each in await journal.query(entries.pending_evaluations)] == ["e1"]
         journal.write(refusal_entry("e1", "b", "it is damaged"))
-        await journal.flushed()
+        await journal.flush()
         assert await journal.query(entries.pending_evaluations) == ()
-        assert await journal.query(entries.places_of, "a", None) == ("a",)
-        assert await journal.query(entries.places_of, None, "b") == ("b",)
+        assert await journal.query(entries.placed_sessions, "a", None) == ("a",)
+        assert await journal.query(entries.placed_sessions, None, "b") == ("b",)
     assert check_journal(path).faults == ()
 
 
 async def test_pruning_takes_an_evaluation_with_its_last_reward(tmp_path: Path) -> None:
     path, clock = tmp_path / "journal.sqlite", Clock(1000.0)
-    retention = Retention(acknowledged_s=10.0)
+    retention = RetentionLimits(acknowledged_s=10.0)
     async with open_journal(path, now=lambda: clock.time, retention=retention) as journal:
         write_sessions(journal)
         accept(journal, "e1", {"a": None, "b": None})
         give(journal, "e1", "a", 0.5)
-        await journal.flushed()
+        await journal.flush()
         for seconds in (0.0, 1000.0, 2000.0):
             clock.time += seconds
             await journal.acknowledge("trainer", journal.last_seq)
@@ -99,7 +99,7 @@ async def test_pruning_takes_an_evaluation_with_its_last_reward(tmp_path: Path) 
         found = await journal.query(entries.evaluation, "e1")
         assert found is not None, "one of its sessions is pending"
         give(journal, "e1", "b", 1.0)
-        await journal.flushed()
+        await journal.flush()
         found = await journal.query(entries.evaluation, "e1")
         assert found is not None
         assert found.sessions[1].error == "session b was pruned while it was evaluated"
@@ -113,7 +113,7 @@ async def test_a_damaged_reward_is_one_unreadable_event(tmp_path: Path) -> None:
         accept(journal, "e1", {"a": None, "b": None})
         give(journal, "e1", "a", 0.5)
         give(journal, "e1", "b", 0.5)
-        await journal.flushed()
+        await journal.flush()
     with sqlite3.connect(path) as db:
         db.execute("UPDATE events SET body = x'7b7d' WHERE key = 'reward:a:1'")
         db.execute("UPDATE evaluations SET body = x'7b7d'")

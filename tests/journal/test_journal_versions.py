@@ -35,13 +35,13 @@ from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import ContinuedFrom, ForkedFrom, NewMessages, Outcome, Trajectory
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.schema import STEPS, VERSION, connect
-from polarnode.journal.values import Filters
+from polarnode.journal.schema import MIGRATIONS, SCHEMA_VERSION, connect_journal
+from polarnode.journal.values import EventFilters
 from polarnode.merge.trajectory import Result, assemble
 
-VERSIONS = tuple(range(1, VERSION + 1))
+VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 DATA = Path(__file__).parents[1] / "data" / "journals"
-EVERY_KIND = Filters(kinds=("trajectory", "group", "task", "attempt"))
+EVERY_KIND = EventFilters(kinds=("trajectory", "group", "task", "attempt"))
 URL = "http://trainer.invalid/done"
 
 Open = Callable[[int], AbstractAsyncContextManager[Journal]]
@@ -66,7 +66,7 @@ def opened(tmp_path: Path) -> Open:
 
 def layout(path: Path) -> dict[str, Any]:
     """A journal's version, its tables with their columns, and its indices."""
-    db: Connection = connect(path, read_only=True)
+    db: Connection = connect_journal(path, read_only=True)
     names = db.execute("SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name")
     found: dict[str, Any] = {
         name: {column[1:] for column in db.execute(f"PRAGMA table_info ({name})")}
@@ -119,18 +119,18 @@ async def events(journal: Journal) -> list[tuple[int, str]]:
 
 async def recover(journal: Journal) -> list[str]:
     """Publish each unfinished session as interrupted, as the node does at its start."""
-    sessions = await journal.unfinished()
+    sessions = await journal.unfinished_sessions()
     for each in sessions:
         spec = each.spec or TaskSpec(instruction="", harness=HarnessSpec(name="pi"))
         outcome = Outcome(status="cancelled" if each.cancelled else "interrupted")
         publish_end(journal, assemble(each.identity, spec, each.turns, Result(outcome=outcome)))
-    await journal.flushed()
+    await journal.flush()
     return [each.identity.session_id for each in sessions]
 
 
 def test_there_is_a_journal_of_every_version() -> None:
     assert {path.name for path in DATA.iterdir()} == {f"v{version}" for version in VERSIONS}
-    assert tuple(STEPS) == VERSIONS[:-1]
+    assert tuple(MIGRATIONS) == VERSIONS[:-1]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -164,13 +164,13 @@ async def test_what_was_written_is_read(opened: Open, version: int) -> None:
         assert [(row.version, row.body) for row in weights] == (
             [("v1", {"version": "v1"})] if version >= 4 else []
         )
-        assert (await SqliteLog(journal).callback_counts()).pending == (4 if version >= 4 else 0)
+        assert (await SqliteLog(journal).count_callbacks()).pending == (4 if version >= 4 else 0)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_unfinished_sessions_are_recovered(opened: Open, version: int) -> None:
     async with opened(version) as journal:
-        first, second, *others = await journal.unfinished()
+        first, second, *others = await journal.unfinished_sessions()
         assert first.identity == make_identity("c", task_id="running", group_id="running")
         assert (first.spec, first.turns) == (make_spec(instruction="do that"), (make_turn("c"),))
         assert (second.identity.session_id, second.spec, second.turns) == (
@@ -186,7 +186,7 @@ async def test_unfinished_sessions_are_recovered(opened: Open, version: int) -> 
         before = keys_before(version)
         assert await events(journal) == [*before, *enumerate(after, len(before) + 1)]
     async with opened(version) as journal:
-        assert await journal.unfinished() == ()
+        assert await journal.unfinished_sessions() == ()
         assert await journal.acknowledge("trainer", len(before) + len(after)) == journal.last_seq
 
 
@@ -202,7 +202,7 @@ async def test_recovered_and_finished_sessions_are_exported(opened: Open, versio
     async with opened(version) as journal:
         recovered = await recover(journal)
         log = SqliteLog(journal)
-        response: Any = export(log, journal.read, Query(), await log.end()).response
+        response: Any = export(log, journal.run_in_thread, Query(), await log.last_cursor()).response
         lines = [orjson.loads(line) for line in [part async for part in response]]
         ends = {"d": "cancelled"}
         assert [(line["session_id"], line["outcome"]["status"]) for line in lines] == [

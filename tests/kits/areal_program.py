@@ -23,7 +23,15 @@ from unittest.mock import MagicMock
 
 import torch
 from attrs import evolve
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
+from trainers_kit import (
+    group_of,
+    make_turn,
+    one_row,
+    publish,
+    session_of_two_rows,
+    session_without_rows,
+    taught,
+)
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Trajectory
@@ -137,13 +145,13 @@ def sliced(**more: Any) -> Trajectory:
 
 def groups() -> dict[str, Group]:
     """By instruction. Of the first one session was lost, of the second a lineage has a reward of its own."""
-    lost = no_row(sample_index=3, status="interrupted")
-    one = [one_row(), two_rows(sample_index=1, reward=0.0), fork(sample_index=2, reward=0.25)]
-    two = [sliced(), two_rows(sample_index=1, reward=0.5, lineage_rewards={1: 0.0})]
+    lost = session_without_rows(sample_index=3, status="interrupted")
+    one = [one_row(), session_of_two_rows(sample_index=1, reward=0.0), fork(sample_index=2, reward=0.25)]
+    two = [sliced(), session_of_two_rows(sample_index=1, reward=0.5, lineage_rewards={1: 0.0})]
     return {
         "one": group_of(*one, lost=[lost]),
         "two": group_of(*two),
-        "taught": group_of(taught(one_row()), taught(two_rows(sample_index=1))),
+        "taught": group_of(taught(one_row()), taught(session_of_two_rows(sample_index=1))),
         "nothing": group_of(lost=[lost]),
         "dropped": evolve(group_of(*two), state="dropped", reason="uniform reward"),
     }

@@ -48,7 +48,7 @@ class Shape:
 
 
 @define(eq=False)
-class CacheFigures:
+class CacheCounts:
     """What the calls of a sequence had, in their order."""
 
     prompts: list[int] = field(factory=list)
@@ -121,11 +121,11 @@ def lives(at_once: int, total: int, seed: str) -> list[list[Call]]:
 
 async def played(
     engine: Engine, asked: Sequence[Sequence[Call]], *, forget: Callable[[str], None] | None = None
-) -> CacheFigures:
+) -> CacheCounts:
     """Ask an engine; a round begins when the one before has ended. With `forget` the calls have the names of
     their sessions, and it is called with each that has ended.
     """
-    figures = CacheFigures()
+    figures = CacheCounts()
     known: dict[str, list[int]] = {}
     for together in asked:
         results: dict[str, tuple[int, list[int]]] = {}

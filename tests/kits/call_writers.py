@@ -44,14 +44,14 @@ def dumped(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def gemma(value: Any) -> str:
+def gemma_value(value: Any) -> str:
     match value:
         case str():
             return f'<|"|>{value}<|"|>'
         case dict():
-            return "{" + ",".join(f"{key}:{gemma(item)}" for key, item in value.items()) + "}"
+            return "{" + ",".join(f"{key}:{gemma_value(item)}" for key, item in value.items()) + "}"
         case list():
-            return "[" + ",".join(map(gemma, value)) + "]"
+            return "[" + ",".join(map(gemma_value, value)) + "]"
         case _:
             return json.dumps(value)
 
@@ -70,7 +70,7 @@ def functions(calls: Calls) -> str:
     return "\n".join(written)
 
 
-def invokes(calls: Calls) -> str:
+def write_invokes(calls: Calls) -> str:
     written = []
     for name, arguments in calls:
         values = "".join(
@@ -80,7 +80,7 @@ def invokes(calls: Calls) -> str:
     return marked("".join(written), "<minimax:tool_call>\n", "</minimax:tool_call>")
 
 
-def keys_and_values(calls: Calls) -> str:
+def write_keys_and_values(calls: Calls) -> str:
     written = []
     for name, arguments in calls:
         values = "".join(
@@ -99,7 +99,7 @@ def section(calls: Calls, marks: tuple[str, ...], call: Callable[[int, str, str]
     return marked("".join(written), marks[6], marks[7])
 
 
-WRITERS: dict[str, Callable[[Calls], str]] = {
+CALL_WRITERS: dict[str, Callable[[Calls], str]] = {
     "json": lambda calls: "\n".join(
         marked(
             json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False),
@@ -112,8 +112,8 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
         json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False) for name, arguments in calls
     ),
     "function_xml": functions,
-    "invoke_xml": invokes,
-    "arg_xml": keys_and_values,
+    "invoke_xml": write_invokes,
+    "arg_xml": write_keys_and_values,
     "fenced": lambda calls: section(
         calls, DEEPSEEK, lambda _, name, text: f"function{DEEPSEEK[8]}{name}\n```json\n{text}\n```"
     ),
@@ -122,7 +122,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
         calls, KIMI, lambda place, name, text: f"functions.{name}:{place}{KIMI[8]}{text}"
     ),
     "braces": lambda calls: "".join(
-        f"<|tool_call>call:{name}{gemma(arguments)}<tool_call|>" for name, arguments in calls
+        f"<|tool_call>call:{name}{gemma_value(arguments)}<tool_call|>" for name, arguments in calls
     ),
     "harmony": lambda calls: (
         "<|end|>".join(

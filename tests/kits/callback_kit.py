@@ -12,11 +12,11 @@ import h11
 import trio
 from attrs import define, field
 
-MANNERS = ("take", "encode", "refuse", "not ok", "hang", "redirect", "cut")
+RECEIVER_MANNERS = ("take", "encode", "refuse", "not ok", "hang", "redirect", "cut")
 
 
 @define(eq=False)
-class Receiver:
+class CallbackReceiver:
     """`manner` is what becomes of the next POSTs, `after` how many are refused first; `got` their keys and
     bodies, as far as they were taken.
     """
@@ -43,7 +43,7 @@ class Receiver:
             while len(set(self.keys)) < number:
                 await self.came.wait()
 
-    async def until_asked(self, number: int) -> None:
+    async def wait_asked(self, number: int) -> None:
         with trio.fail_after(120):
             while self.asked < number:
                 await self.came.wait()
@@ -55,9 +55,9 @@ class Receiver:
 
 @asynccontextmanager
 async def open_receiver(
-    *, port: int = 0, path: str = "/done", receiver: Receiver | None = None
-) -> AsyncIterator[Receiver]:
-    found = receiver or Receiver()
+    *, port: int = 0, path: str = "/done", receiver: CallbackReceiver | None = None
+) -> AsyncIterator[CallbackReceiver]:
+    found = receiver or CallbackReceiver()
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(port, host="127.0.0.1")
         found.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}{path}"
@@ -74,7 +74,7 @@ async def open_receiver(
         nursery.cancel_scope.cancel()
 
 
-async def _answered(receiver: Receiver, stream: trio.SocketStream) -> None:
+async def _answered(receiver: CallbackReceiver, stream: trio.SocketStream) -> None:
     wire = h11.Connection(h11.SERVER)
     head, body = await _request(wire, stream)
     receiver.asked += 1

@@ -23,9 +23,9 @@ from plane_kit import ANYWHERE, CONTEXT
 from tokens_kit import model
 
 from polarnode.api.app import Extension, control_plane
-from polarnode.api.routes import CaptureRoutes, EvaluationRoutes, Routes, ScoreRoutes
+from polarnode.api.routes import CaptureRoutes, ControlRoutes, EvaluationRoutes, ScoreRoutes
 from polarnode.core.ports import Engine
-from polarnode.engine.scoring import Scoring
+from polarnode.engine.scoring import ScoringEngines
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
@@ -38,7 +38,7 @@ from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
-from polarnode.rollouts.services import NodeIdentity, NodeServices, Stages
+from polarnode.rollouts.services import NodeIdentity, NodeServices, StageSlots
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
 
@@ -66,18 +66,18 @@ class Desk:
         return dict(answer.json())
 
     async def events(self) -> "list[str]":
-        await self.journal.flushed()
+        await self.journal.flush()
         return [event.key for event in (await self.journal.events(0)).events]
 
 
 @asynccontextmanager
-async def open_desk(
+async def open_capture_node(
     folder: Path,
     engine: Engine,
     *,
     limit: int = 8,
     certificate: Certificate | None = None,
-    scoring: Scoring | None = None,
+    scoring: ScoringEngines | None = None,
 ) -> AsyncIterator[Desk]:
     """Captures of a node that has nothing else. What is open at the end is left so, as by a node that
     dies. With a certificate they are for other machines too.
@@ -106,7 +106,7 @@ async def open_desk(
             identity=NodeIdentity(node="node-0", model="tiny"),
             journal=journal,
             runtimes=MemoryRuntimes(),  # type: ignore[arg-type]  # held to the same contract as the real one
-            stages=Stages(
+            stages=StageSlots(
                 live=PrioritySemaphore(limit=0),
                 init=PrioritySemaphore(limit=0),
                 run=PrioritySemaphore(limit=0),
@@ -119,7 +119,7 @@ async def open_desk(
             drops_thinking=served.template.drops_thinking_before,
             judge=no_container,
             tally=tally,
-            scoring=scoring or Scoring(),
+            scoring=scoring or ScoringEngines(),
         )
         async with trio.open_nursery() as nursery:
             scheduler = make_scheduler(
@@ -161,7 +161,7 @@ async def open_desk(
                 *ScoreRoutes(scoring=services.scoring).rows(),
             )
             app = control_plane(
-                Routes(service=service).rows(),
+                ControlRoutes(service=service).rows(),
                 token="secret",
                 extensions=[Extension(rows=rows), polar_extension(service)],
             )
@@ -188,7 +188,7 @@ def no_container(*_: Any) -> Any:
 
 
 # A client is made at a time: another thread's would be made with this one's key, or with the public address.
-_making = threading.Lock()
+_client_lock = threading.Lock()
 
 
 @frozen
@@ -219,7 +219,7 @@ class Told:
         return "".join(block.text for block in answer.content if block.type == "text")
 
     def _made(self, sdk: Any) -> Any:
-        with _making:
+        with _client_lock:
             before = dict(os.environ)
             os.environ.update(self.env)
             try:

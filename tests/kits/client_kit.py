@@ -36,13 +36,13 @@ TASK = "t"
 
 
 @attrs.define(eq=False)
-class Iterated:
+class BlockingIteration:
     """An asynchronous iteration, from outside its loop."""
 
     events: AsyncEvents[Any]
     portal: Any
 
-    def __iter__(self) -> "Iterated":
+    def __iter__(self) -> "BlockingIteration":
         return self
 
     def __next__(self) -> Any:
@@ -51,10 +51,10 @@ class Iterated:
         except StopAsyncIteration:
             raise StopIteration from None
         if isinstance(value, Group):
-            return attrs.evolve(value, acknowledge=lambda: self.portal.call(_awaited, value.ack))
+            return attrs.evolve(value, acknowledge=lambda: self.portal.call(_await_call, value.ack))
         return value
 
-    def __enter__(self) -> "Iterated":
+    def __enter__(self) -> "BlockingIteration":
         self.portal.call(self.events.__aenter__)
         return self
 
@@ -65,12 +65,12 @@ class Iterated:
         self.portal.call(self.events.aclose)
 
 
-async def _awaited(call: Callable[[], Any]) -> Any:
+async def _await_call(call: Callable[[], Any]) -> Any:
     return await call()
 
 
 @attrs.define(eq=False)
-class Blocked:
+class BlockingFace:
     """An AsyncPolarnodeClient, from outside its loop, with the face of a PolarnodeClient."""
 
     client: AsyncPolarnodeClient
@@ -80,7 +80,7 @@ class Blocked:
         def call(*args: Any, **said: Any) -> Any:
             made = getattr(self.client, name)(*args, **said)
             if isinstance(made, AsyncEvents):
-                return Iterated(made, self.portal)
+                return BlockingIteration(made, self.portal)
             if inspect.iscoroutine(made):
                 return self.portal.call(lambda: made)
             return self.portal.wrap_async_context_manager(made)
@@ -97,7 +97,7 @@ def open_client(kind: str, url: str, **said: Any) -> Iterator[Any]:
     with anyio.from_thread.start_blocking_portal(kind) as portal:
         made = portal.call(lambda: _made(url, said))
         with portal.wrap_async_context_manager(made):
-            yield Blocked(made, portal)
+            yield BlockingFace(made, portal)
 
 
 async def _made(url: str, said: dict[str, Any]) -> AsyncPolarnodeClient:
@@ -145,7 +145,7 @@ class Node:
     async def _publish(self, session_ids: Sequence[str], task_id: str, more: dict[str, Any]) -> None:
         for session_id in session_ids:
             publish(self.plane.journal, session_id, task_id=task_id, **more)
-        await self.plane.journal.flushed()
+        await self.plane.journal.flush()
 
     def position(self, consumer: str) -> int:
         return int(self.here.do(self.plane.journal.position, consumer))
@@ -160,7 +160,7 @@ def open_node(path: Path, *, connections: int | None = None) -> Iterator[Node]:
 def publish(journal: Journal, session_id: str, *, task_id: str = TASK, **more: Any) -> None:
     trajectory = make_trajectory(session_id, task_id=task_id, **({"turns": 2} | more))
     for turn in trajectory.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     publish_end(journal, trajectory)
 
 
@@ -209,7 +209,7 @@ async def serve(path: Path, port: int, sessions: int, pause_s: float) -> None:
 async def _publish_all(journal: Journal, sessions: int, pause_s: float) -> None:
     for number in range(sessions):
         publish(journal, f"s{number}", sample_index=number)
-        await journal.flushed()
+        await journal.flush()
         await trio.sleep(pause_s)
 
 

@@ -22,8 +22,8 @@ from polarnode.api.proxy import DrainRoutes, OtherNodes, PassingRoutes, open_oth
 from polarnode.api.routes import (
     AdapterRoutes,
     CaptureRoutes,
+    ControlRoutes,
     EvaluationRoutes,
-    Routes,
     ScoreRoutes,
     WeightsRoutes,
 )
@@ -34,7 +34,7 @@ from polarnode.core.errors import Conflict, DiskFull, PolarnodeError
 from polarnode.core.status import CaptureStatus, LiveSessionStatus
 from polarnode.core.task import TaskSpec
 from polarnode.engine.routing import EngineStatistics
-from polarnode.engine.scoring import Scoring
+from polarnode.engine.scoring import ScoringEngines
 from polarnode.http.asgi import RouteRow
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
@@ -42,8 +42,8 @@ from polarnode.integrations.sglang import sglang_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.values import Retention
-from polarnode.rollouts.session import LOG_LIMIT
+from polarnode.journal.values import RetentionLimits
+from polarnode.rollouts.session import MAX_HARNESS_LOG_BYTES
 from polarnode.support.metrics import NodeCounters
 
 
@@ -154,10 +154,10 @@ class NoWeights:
 
 def log_routes(service: TaskTaker, folder: Path) -> Iterator[RouteRow]:
     """The logs of a folder, and those of sessions in it."""
-    return LogRoutes(service=service, state=folder, sessions_dir=folder, ring=LOG_LIMIT).rows()
+    return LogRoutes(service=service, state=folder, sessions_dir=folder, ring=MAX_HARNESS_LOG_BYTES).rows()
 
 
-def other_rooms(journal: Journal) -> Iterator[Extension]:
+def other_room_extensions(journal: Journal) -> Iterator[Extension]:
     """What other rooms add, for tests of every route of the control plane."""
     nobody: Any = NoWeights()
     yield Extension(
@@ -167,7 +167,7 @@ def other_rooms(journal: Journal) -> Iterator[Extension]:
             *CaptureRoutes(captures=NoCaptures()).rows(),  # type: ignore[arg-type]
             *ForkRoutes(service=TaskTaker(journal=journal)).rows(),
             *EvaluationRoutes(evaluations=NoWeights()).rows(),  # type: ignore[arg-type]
-            *ScoreRoutes(scoring=Scoring()).rows(),
+            *ScoreRoutes(scoring=ScoringEngines()).rows(),
             *log_routes(TaskTaker(journal=journal), Path()),
             *LiveSessionRoutes(TaskTaker(journal=journal), nobody).rows(),
             *DrainRoutes(nobody, nobody).rows(),
@@ -338,7 +338,7 @@ async def open_plane(
     *,
     token: str | None = "secret",
     port: int = 0,
-    retention: Retention | None = None,
+    retention: RetentionLimits | None = None,
     connections: int | None = None,
     log: Log | None = None,
 ) -> AsyncIterator[Plane]:
@@ -348,7 +348,7 @@ async def open_plane(
         history = History(figures=service.figures, now=lambda: 1.0)
 
         def rows(others: OtherNodes) -> Iterator[RouteRow]:
-            yield from Routes(service=service, sessions_dir=path.parent).rows()
+            yield from ControlRoutes(service=service, sessions_dir=path.parent).rows()
             yield from ForkRoutes(service=service).rows()
             yield from log_routes(service, path.parent)
             yield from LiveSessionRoutes(service, others).rows()

@@ -81,19 +81,19 @@ def updated(torch: Any, weights: Any, kind: str, sent: str, whole: Path, part: P
     weights.get_model = lambda: SimpleNamespace(model_path=str(whole))
     weights.SchedulerWeightUpdaterManager.__post_init__ = lambda self: None
     keeper.__post_init__()
-    ok, text = keeper._agreed(lambda: keeper._keep(1))
+    ok, text = keeper._run_on_ranks(lambda: keeper._keep(1))
     assert ok, text
     kept = len(keeper.kept)
     one = torch.ones(1, 1)
     names = {"all": (LAYER, MTP), "target": (LAYER,), "half": (MTP,)}
     if sent in names:
-        ok, text = keeper._agreed(lambda: keeper._load([(name, one) for name in names[sent]]))
+        ok, text = keeper._run_on_ranks(lambda: keeper._load([(name, one) for name in names[sent]]))
     else:
         asked = SimpleNamespace(model_path=str(part if sent.endswith("target") else whole), load_format=None)
         found = keeper.update_weights_from_disk(asked)
         ok, text = found.success, found.message
     if ok:
-        ok, text = keeper._agreed(keeper._check)
+        ok, text = keeper._run_on_ranks(keeper._check)
     return {"target": target.given, "draft": draft.given, "ok": ok, "text": text, "kept": kept}
 
 

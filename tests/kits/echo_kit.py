@@ -64,7 +64,7 @@ def everywhere(value: Any, change: Callable[[str, Any], Any]) -> Any:
     return value
 
 
-_IDS = ("id", "call_id", "tool_call_id", "tool_use_id")
+_ID_FIELDS = ("id", "call_id", "tool_call_id", "tool_use_id")
 
 
 def renamed(body: Any, spell: Callable[[str], str]) -> Any:
@@ -73,7 +73,7 @@ def renamed(body: Any, spell: Callable[[str], str]) -> Any:
         body,
         lambda name, item: (
             spell(item)
-            if name in _IDS and isinstance(item, str) and item.startswith(("call_", "toolu_"))
+            if name in _ID_FIELDS and isinstance(item, str) and item.startswith(("call_", "toolu_"))
             else item
         ),
     )
@@ -141,11 +141,11 @@ def sorts_arguments(wire: Wire, body: Any) -> Any:
     return body
 
 
-def _respelled(value: Any) -> Any:
+def _respell(value: Any) -> Any:
     if isinstance(value, list):
-        return [_respelled(item) for item in value]
+        return [_respell(item) for item in value]
     if isinstance(value, dict):
-        return {name: _respelled(item) for name, item in value.items()}
+        return {name: _respell(item) for name, item in value.items()}
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
         return float(value)
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
@@ -155,9 +155,9 @@ def respells_numbers(wire: Wire, body: Any) -> Any:
     """1 as 1.0 and 1.0 as 1, as JavaScript and Python do to each other."""
     for holder, key in arguments(wire, body):
         holder[key] = (
-            json.dumps(_respelled(json.loads(holder[key])), indent=1)
+            json.dumps(_respell(json.loads(holder[key])), indent=1)
             if isinstance(holder[key], str)
-            else _respelled(holder[key])
+            else _respell(holder[key])
         )
     return body
 

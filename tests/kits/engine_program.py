@@ -20,9 +20,9 @@ from polarnode.engine.protocol import (
     CommitUpdate,
     Continue,
     Done,
-    Fatal,
     FrameDecoder,
     Generate,
+    HostFatal,
     LoadDisk,
     LoadTensors,
     Message,
@@ -95,7 +95,7 @@ def start(connection: socket.socket, script: str, counter: Path) -> None:
         print("Traceback\nRuntimeError: No CUDA GPUs are available", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if script == "port_once" and lives == 1:
-        say(connection, Fatal(message="OSError: [Errno 98] Address already in use"))
+        say(connection, HostFatal(message="OSError: [Errno 98] Address already in use"))
         os._exit(1)
     if script != "deaf":
         say(

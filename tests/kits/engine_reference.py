@@ -107,7 +107,7 @@ def shared_memory_of(host: int) -> set[Path]:
     return {Path(name) for name in found}
 
 
-def nothing_is_left(temporary: Path, shared: set[Path]) -> bool:
+def is_nothing_left(temporary: Path, shared: set[Path]) -> bool:
     return list(temporary.iterdir()) == [] and not any(path.exists() for path in shared)
 
 
@@ -157,7 +157,7 @@ PARENT = textwrap.dedent("""
 """)
 
 
-def a_node(reference: Reference, tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
+def start_node_process(reference: Reference, tmp_path: Path, *more: str) -> "subprocess.Popen[str]":
     """A process of its own that opens engines; not trio's, because nothing but SIGKILL may end it."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from attrs import frozen
-from shell_runtime import TESTBED, ShellRuntime, git
+from shell_runtime import TESTBED_PATH, ShellRuntime, git
 
 from polarnode.core.conversation import Json
 from polarnode.core.ports import Judge, Runtime
 from polarnode.core.trajectory import Outcome
 from polarnode.evaluators.contract import Finished
-from polarnode.evaluators.patches import Patch, Repository, Unusable, apply, extract
+from polarnode.evaluators.patches import Patch, Repository, UnusablePatch, apply, extract
 from polarnode.rollouts.evaluation import NodeClock
 
 
@@ -46,7 +46,7 @@ def finished(
 
 
 @frozen(kw_only=True)
-class Workplace:
+class AgentWorkplace:
     """A repository as its image has it (`clean`), and a copy the agent worked in (`left`). Both are /testbed
     to their runtimes.
     """
@@ -58,15 +58,15 @@ class Workplace:
     def runtimes(self) -> tuple[ShellRuntime, ShellRuntime]:
         return ShellRuntime(folder=self.left), ShellRuntime(folder=self.clean)
 
-    async def patch(self, **more: object) -> Patch | Unusable:
+    async def patch(self, **more: object) -> Patch | UnusablePatch:
         left, clean = self.runtimes
-        return await extract(left, clean, Repository(folder=TESTBED, **more))  # type: ignore[arg-type]
+        return await extract(left, clean, Repository(folder=TESTBED_PATH, **more))  # type: ignore[arg-type]
 
     async def carried(self, **more: object) -> Patch:
         """The patch, put onto the clean repository by git itself."""
         found = await self.patch(**more)
         assert isinstance(found, Patch), found
-        applied = await apply(self.runtimes[1], found, Repository(folder=TESTBED))
+        applied = await apply(self.runtimes[1], found, Repository(folder=TESTBED_PATH))
         assert isinstance(applied, Patch), applied
         assert applied.applied_by == "git"
         return applied
@@ -96,7 +96,7 @@ def tree(folder: Path) -> dict[str, tuple[str, bytes]]:
     return found
 
 
-def workplace(tmp_path: Path, files: dict[str, bytes] | None = None) -> Workplace:
+def make_workplace(tmp_path: Path, files: dict[str, bytes] | None = None) -> AgentWorkplace:
     """A repository of one commit with these files, and a copy of it."""
     clean = tmp_path / "clean"
     clean.mkdir()
@@ -111,7 +111,7 @@ def workplace(tmp_path: Path, files: dict[str, bytes] | None = None) -> Workplac
     return copied(clean)
 
 
-def copied(clean: Path) -> Workplace:
+def copied(clean: Path) -> AgentWorkplace:
     left = clean.parent / "left"
     shutil.copytree(clean, left, symlinks=True)
-    return Workplace(clean=clean, left=left)
+    return AgentWorkplace(clean=clean, left=left)

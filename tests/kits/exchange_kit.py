@@ -22,29 +22,29 @@ from polarnode.core.conversation import (
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.call_events import (
+    ChunkProduced,
     Command,
+    CutCall,
     Event,
-    Planned,
-    PlanTurns,
-    Produced,
     PromptRendered,
     RecordTurn,
     Render,
-    Requested,
+    RequestReceived,
     Send,
     StartGeneration,
+    UndeliveredResponse,
 )
-from polarnode.gateway.machine import Exchange, Terms
+from polarnode.gateway.machine import Exchange, ExchangeSettings
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import CallExtras
 from polarnode.providers.contract import (
     Dialect,
-    Envelope,
     Fault,
     Memory,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -54,7 +54,7 @@ from polarnode.tokens.parser import Parser
 
 END, CALL, CALLED = 256, 257, 258
 THINK, THOUGHT = 262, 263
-FAMILY = Family(
+BYTE_FAMILY = Family(
     name="bytes",
     turn_end=END,
     turn_ends=frozenset([END]),
@@ -110,7 +110,7 @@ class Lines:
     name: str = "lines"
     content_type: str = "text/plain"
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         raise NotImplementedError
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -161,7 +161,7 @@ HI = Conversation(messages=(Message(role="user", text="hi"),))
 NAMES = frozenset(name.name for name in fields(ModelRequest))
 
 
-class Scene:
+class ExchangeScene:
     """An exchange with its session's lineages; `play` holds it to a transcript. What is said of neither the
     terms nor the request is sampling.
     """
@@ -173,35 +173,50 @@ class Scene:
         settings = {"sampling": said.pop("task", Sampling()), "context_length": 100, "token_room": None}
         settings |= {name: said.pop(name) for name in ("context_length", "token_room") if name in said}
         self.asks = self.request(**said)
-        self.terms = Terms(
+        self.terms = ExchangeSettings(
             session_id="s",
             dialect=dialect,
             call=evolve(a_call(), id=REQUEST_ID, request=self.asks),
-            stop_ids=FAMILY.stop_ids,
+            request_key="body",
+            lineages=self.lineages,
+            check_plan=lambda plan, conversation: None,
+            extras=lambda parent: self.carry,
+            stop_ids=BYTE_FAMILY.stop_ids,
             new_parser=self.parser,
             token_bytes=Bytes().token_bytes,
             **settings,
         )
-        self.plan = self.lineages.plan(HI, request_key="body")
-        self.begin((self.plan, *self.lineages.also(self.plan, self.asks.choices - 1)))
+        self.begin()
 
-    def begin(self, plans: tuple[Plan, ...]) -> None:
-        """A call of the scene's request, under these plans."""
-        self.plans = plans
+    def begin(
+        self,
+        undelivered: UndeliveredResponse | CutCall | None = None,
+        *,
+        conversation: Conversation | None = None,
+        key: str = "body",
+    ) -> None:
+        """A call of the scene's request, up to the prompt it asks for."""
+        call = self.terms.call
+        if conversation is not None:
+            call = evolve(call, request=evolve(call.request, conversation=conversation))
+        self.terms = evolve(self.terms, call=call, request_key=key)
         self.exchange = Exchange(self.terms)
-        (command,) = self.exchange.receive(Requested(at=10.0, wall=1000.0))
-        assert command == PlanTurns()
-        self.planned = Planned(
-            plans=plans,
-            resumed_prefix=self.lineages.resumed_prefix(plans[0]),
-            signature="signed",
-            carry=self.carry,
-        )
+        (command,) = self.exchange.receive(RequestReceived(at=10.0, wall=1000.0, undelivered=undelivered))
+        assert isinstance(command, Render)
+        self.render = command
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return self.exchange.plans
+
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
 
     def parser(self, plan: Plan, prompt: Any, stop: tuple[str, ...]) -> Parser:
         return Parser(
             tokenizer=Bytes(),
-            family=FAMILY,
+            family=BYTE_FAMILY,
             call_id=lambda k: f"call_{plan.index}_{k}",
             opens_thinking=self.opens_thinking,
             stop=stop,
@@ -231,7 +246,7 @@ class Scene:
         return came
 
     def to_generation(self, prompt: Sequence[int] = b"hi") -> list[Command]:
-        return self.play((self.planned, [Render]), (rendered(prompt), [StartGeneration] * len(self.plans)))
+        return self.play((rendered(prompt), [StartGeneration] * len(self.plans)))
 
     def turn(self, commands: list[Command]) -> Turn:
         (turn,) = self.turns(commands)
@@ -264,7 +279,7 @@ def chunk(
     at: float = 11.0,
     choice: int = 0,
     **said: Any,
-) -> Produced:
+) -> ChunkProduced:
     return sampled(
         [*text.encode(), *([END] if end else [])],
         finish,
@@ -285,7 +300,7 @@ def sampled(
     at: float = 11.0,
     choice: int = 0,
     **said: Any,
-) -> Produced:
+) -> ChunkProduced:
     """Some ids; all of the sample so far under one version."""
     spans = (VersionSpan(version="v1", start=0, end=start + len(tokens)),) if start + len(tokens) else ()
     logprobs = floats(said.pop("logprobs", [-0.5] * len(tokens)))
@@ -297,7 +312,7 @@ def sampled(
         cached_tokens=cached,
         **said,
     )
-    return Produced(chunk=came, at=at, choice=choice)
+    return ChunkProduced(chunk=came, at=at, choice=choice)
 
 
 def data(commands: list[Command]) -> str:

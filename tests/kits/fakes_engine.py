@@ -19,7 +19,7 @@ from attrs import define, field
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Constraint, FinishReason, Sampling
 from polarnode.core.errors import ContextTooLong, EngineError
-from polarnode.core.ports import Chunk, Engine, GenerateOrder, Steering
+from polarnode.core.ports import Chunk, Engine, GenerateOrder, LogitSteering
 from polarnode.core.trajectory import VersionSpan
 from polarnode.engine.calls import check_order, to_generate
 from polarnode.engine.routing import EngineStatistics, HostStatistics
@@ -77,7 +77,7 @@ class ScriptedEngine:
         await trio.lowlevel.checkpoint()
         self.orders.append(order)
         self._running += 1
-        stream = _Stream(self, order)
+        stream = _ScriptedStream(self, order)
         try:
             yield stream
         finally:
@@ -99,13 +99,13 @@ class ScriptedEngine:
 
 
 @define(eq=False)
-class _Stream:
+class _ScriptedStream:
     _engine: ScriptedEngine
     _order: GenerateOrder
     _given: int = 0
     finish: FinishReason | None = None
 
-    def __aiter__(self) -> "_Stream":
+    def __aiter__(self) -> "_ScriptedStream":
         return self
 
     async def __anext__(self) -> Chunk:
@@ -113,7 +113,7 @@ class _Stream:
         if self.finish is not None:
             raise StopAsyncIteration
         if self._given:
-            await self._interfere()
+            await self._hold_or_fail()
         sampled, ending = self._whole()
         part = sampled[self._given : self._given + self._engine.chunk]
         self._given += len(part)
@@ -142,7 +142,7 @@ class _Stream:
             self._order.routed_from or 0, len(self._order.prompt) + self._given - 1, self._engine.layers
         )
 
-    async def _interfere(self) -> None:
+    async def _hold_or_fail(self) -> None:
         if self._engine.hold is not None:
             await self._engine.hold.wait()
         if self._engine.fail is not None:
@@ -249,7 +249,7 @@ async def _bad_orders_are_refused(engine: WatchedEngine) -> None:
     vocab_size = engine.statistics().vocab_size
     short_id = GenerateOrder(request_id="turn-1", prompt=ids([1]), sampling=Sampling(), stop_ids=())
     both = order(
-        constraint=Constraint(kind="regex", text="a"), steering=Steering(processor="", parameters={})
+        constraint=Constraint(kind="regex", text="a"), steering=LogitSteering(processor="", parameters={})
     )
     for bad in (
         order([]),

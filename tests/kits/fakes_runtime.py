@@ -18,7 +18,7 @@ import pytest
 import trio
 from attrs import define, field
 
-from polarnode.containers.files import Collected
+from polarnode.containers.files import CollectedFiles
 from polarnode.containers.inside import Process
 from polarnode.containers.pool import RuntimesStatistics
 from polarnode.containers.prepared import Workspace, Workspaces, workspace_of
@@ -45,7 +45,7 @@ class Call:
     stderr: bytearray = field(factory=bytearray)
 
 
-Program = Callable[[Call], Awaitable[int]]
+ProgramFunction = Callable[[Call], Awaitable[int]]
 
 
 @define(eq=False, kw_only=True)
@@ -58,7 +58,7 @@ class MemoryRuntime:
     workdir: str = "/work"
     home: str = "/home/agent"
     user: str = "agent"
-    programs: dict[str, Program] = field(factory=dict)
+    programs: dict[str, ProgramFunction] = field(factory=dict)
     files: dict[str, bytes] = field(factory=dict)
     owners: dict[str, str] = field(factory=dict)
     modes: dict[str, int] = field(factory=dict)
@@ -150,7 +150,7 @@ class MemoryRuntime:
         await trio.lowlevel.checkpoint()
         self.sealed = None
 
-    async def collect(self, paths: Sequence[str], to: Path) -> Collected:
+    async def collect(self, paths: Sequence[str], to: Path) -> CollectedFiles:
         await trio.lowlevel.checkpoint()
         left_out, kept = [], {}
         for path in paths:
@@ -163,7 +163,7 @@ class MemoryRuntime:
             kept |= {path.strip("/") + name.removeprefix(whole): content for name, content in found.items()}
             left_out += [] if found else [f"{path}: No such file or directory"]
         _write_tar(to, kept)
-        return Collected(
+        return CollectedFiles(
             path=to, files=len(kept), bytes=sum(map(len, kept.values())), left_out=tuple(left_out)
         )
 
@@ -338,11 +338,11 @@ class MemoryCopies:
 
 @define(eq=False, kw_only=True)
 class MemoryRuntimes:
-    """`polarnode.containers.runtimes.Runtimes` in memory. `faults` are raised by the next openings, one each;
+    """`polarnode.containers.runtimes.NodeRuntimes` in memory. `faults` are raised by the next openings, one each;
     `opened` are all there ever were.
     """
 
-    programs: dict[str, Program] = field(factory=dict)
+    programs: dict[str, ProgramFunction] = field(factory=dict)
     faults: list[RuntimeFault] = field(factory=list)
     opened: list[MemoryRuntime] = field(factory=list)
     wanted: dict[str, int] = field(factory=dict)
@@ -409,7 +409,7 @@ class MemoryRuntimes:
                 await prepare(runtime)
                 yield runtime
 
-    def preparing(self, spec: RuntimeSpec) -> bool:
+    def is_preparing(self, spec: RuntimeSpec) -> bool:
         return self.workspaces.busy(workspace_of(spec, spec.image))
 
     async def wait_prepared(self, spec: RuntimeSpec) -> None:
@@ -494,7 +494,7 @@ def _ln(call: Call) -> int:
     return 0
 
 
-def at_once(work: Callable[[Call], int]) -> Program:
+def at_once(work: Callable[[Call], int]) -> ProgramFunction:
     """A program that takes no time."""
 
     async def program(call: Call) -> int:
@@ -504,7 +504,7 @@ def at_once(work: Callable[[Call], int]) -> Program:
     return program
 
 
-USUAL: dict[str, Program] = {
+USUAL: dict[str, ProgramFunction] = {
     "true": at_once(_true),
     "false": at_once(_false),
     "echo": at_once(_echo),

@@ -97,7 +97,7 @@ async def hollow_nodes(folder: Path, count: int, **more: Any) -> AsyncIterator[l
                 await node.kill()
 
 
-def fleet_here(thread: Any, folder: Path, *, nodes: int, token: str | None = None) -> str:
+def open_fleet_in_thread(thread: Any, folder: Path, *, nodes: int, token: str | None = None) -> str:
     """The address of the first of so many hollow nodes that share a PostgreSQL, for as long as a thread of
     `client_kit.here` is open.
     """

@@ -25,7 +25,7 @@ ODD: tuple[Any, ...] = (
     {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"type": ["object", "null"], "properties": {"": {}}}, {"type": "image", "source": {"type": "base64", "data": "!"}},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, {"enum": []}, {"anyOf": [{}] * 50}, {"pattern": "(a+)+$"},
 )  # fmt: skip
-HOWS = (
+CHANGE_KINDS = (
     *("replace", "replace", "replace", "remove", "wrap", "twice", "rename", "nest"),
     *("extra", "swap", "reverse", "copy", "long"),
 )
@@ -86,7 +86,7 @@ def changed(draw: st.DrawFn, bodies: Sequence[Any], *, most: int = 3) -> Any:
         if not found:
             break
         path = draw(st.sampled_from(found))
-        change(body, path, draw(st.sampled_from(HOWS)), deepcopy(draw(st.sampled_from(ODD))))
+        change(body, path, draw(st.sampled_from(CHANGE_KINDS)), deepcopy(draw(st.sampled_from(ODD))))
     return body
 
 

@@ -25,8 +25,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 SECONDS = "POLARNODE_FUZZ_S"
 FOLDER = Path(__file__).parents[2] / ".hypothesis" / "fuzz"
 MOST_SHOWN = 4_000  # characters of an input that failed; all of it is in the database
-ROUND = 2_000  # examples of one round of a long play; the clock is read between rounds
-LONG = settings(max_examples=ROUND, database=DirectoryBasedExampleDatabase(FOLDER), print_blob=True)
+ROUND_EXAMPLES = 2_000  # examples of one round of a long play; the clock is read between rounds
+LONG = settings(max_examples=ROUND_EXAMPLES, database=DirectoryBasedExampleDatabase(FOLDER), print_blob=True)
 
 
 @frozen(kw_only=True)
@@ -52,12 +52,12 @@ def play(target: Target) -> None:
     gc.collect()
     gc.freeze()
     try:
-        _play(target)
+        _play_rounds(target)
     finally:
         gc.unfreeze()
 
 
-def _play(target: Target) -> None:
+def _play_rounds(target: Target) -> None:
     seconds = os.environ.get(SECONDS)
     if seconds is None:
         property_of(target, settings(max_examples=target.examples, derandomize=True, database=None))()
@@ -115,15 +115,15 @@ class Shown:
 
 # Seconds of the processor that one step of the loop may take, whatever the input. The promise of a node is
 # 0.25 s; a test machine that does eight things at once, with a collector in between, gets twice that.
-BLOCKED_S = 0.5
+MAX_BLOCKED_S = 0.5
 # and for each byte: JSON is read at 50 MB/s and more, then its values are checked at some 2 µs each, and the
 # densest JSON has a value every second byte
-BLOCKED_S_A_BYTE = 2e-6
+MAX_BLOCKED_S_PER_BYTE = 2e-6
 # Bytes of memory, whatever the input: a thread's stack and arena, and caches that the first call of a path fills
-GROWN = 64 << 20
+MAX_GROWTH_BYTES = 64 << 20
 # and for each byte: the densest JSON (`[[],[],…`) is 60 bytes of Python a byte; tokens are encoded at 170 a
 # character (docs/measurements.md), and both are held at once
-GROWN_A_BYTE = 300
+MAX_GROWTH_PER_BYTE = 300
 
 
 @define(eq=False)
@@ -153,11 +153,11 @@ class Watched:
 
     def check(self) -> None:
         """Raise AssertionError when the input took more than its size allows."""
-        allowed = BLOCKED_S + BLOCKED_S_A_BYTE * self.size
+        allowed = MAX_BLOCKED_S + MAX_BLOCKED_S_PER_BYTE * self.size
         assert self.steps.seconds <= allowed, (
             f"{self.size} bytes held the loop for {self.steps.seconds:.2f} s of processor time; {allowed:.2f} are allowed"
         )
-        most = GROWN + GROWN_A_BYTE * self.size
+        most = MAX_GROWTH_BYTES + MAX_GROWTH_PER_BYTE * self.size
         assert self.grown <= most, (
             f"{self.size} bytes made the process grow by {self.grown >> 20} MiB; {most >> 20} are allowed"
         )
@@ -170,16 +170,16 @@ def watched(size: int, *, on_loop: bool = False, descriptors: bool = True) -> It
     `on_loop` its loop's steps are counted by an instrument. `descriptors`: false where a server in the same
     process closes them in its own time.
     """
-    cost, open_before, before = Watched(size=size), _descriptors(), _reset_peak()
+    cost, open_before, before = Watched(size=size), _open_descriptors(), _reset_peak()
     began = time.thread_time()
     yield cost
     if not on_loop:
         cost.steps.seconds = time.thread_time() - began
-    cost.grown = _peak() - before
+    cost.grown = _peak_memory() - before
     cost.check()
-    if descriptors and _descriptors() - open_before:
+    if descriptors and _open_descriptors() - open_before:
         gc.collect()  # what only a cycle holds is not leaked
-        left = _descriptors() - open_before
+        left = _open_descriptors() - open_before
         assert not left, f"left open: {sorted(left)}"
 
 
@@ -189,7 +189,7 @@ def run(work: Callable[..., Awaitable[None]], *args: Any, size: int) -> None:
         trio.run(work, *args, instruments=[cost.steps])
 
 
-def _descriptors() -> set[tuple[int, str]]:
+def _open_descriptors() -> set[tuple[int, str]]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -207,7 +207,7 @@ def _reset_peak() -> int:
     return _memory("VmRSS")
 
 
-def _peak() -> int:
+def _peak_memory() -> int:
     return _memory("VmHWM")
 
 

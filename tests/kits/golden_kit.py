@@ -19,7 +19,7 @@ RECORDED = Path(__file__).parents[1] / "data" / "providers"
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from sample_kit import in_letters  # noqa: E402
+from sample_kit import letter_by_letter  # noqa: E402
 from talk_kit import (  # noqa: E402
     Ask,
     Desk,
@@ -59,7 +59,7 @@ def begun(wire: Wire) -> list[Entry]:
     return [*wire.said("system", "Be brief."), *wire.said("user", "Go.")]
 
 
-def gone_on(
+def run_turn(
     desk: Desk, wire: Wire, history: Sequence[Entry], sample: Any, text: str, finish: str | None = None
 ) -> list[Entry]:
     """One turn, and what its client adds."""
@@ -75,29 +75,29 @@ def gone_on(
 def loop(wire: Wire) -> Desk:
     """Thought, text and a call; a result; an answer."""
     desk = Desk()
-    history = gone_on(
+    history = run_turn(
         desk, wire, begun(wire), sp(OPEN, "\nHm.\n", CLOSE, "\n\nI look.", *LOOK, END), "one\ntwo"
     )
-    gone_on(desk, wire, history, sp("Two lines.", END), "thanks")
+    run_turn(desk, wire, history, sp("Two lines.", END), "thanks")
     return desk
 
 
 def fork() -> Desk:
     """One trunk, two ends: the trunk is trained once."""
     desk = Desk()
-    trunk = gone_on(desk, CHAT, begun(CHAT), sp("Yes?", END), "left")
-    gone_on(desk, CHAT, trunk, sp("Left.", END), "-")
-    gone_on(desk, CHAT, [*trunk[:-1], *CHAT.said("user", "right")], sp("Right.", END), "-")
+    trunk = run_turn(desk, CHAT, begun(CHAT), sp("Yes?", END), "left")
+    run_turn(desk, CHAT, trunk, sp("Left.", END), "-")
+    run_turn(desk, CHAT, [*trunk[:-1], *CHAT.said("user", "right")], sp("Right.", END), "-")
     return desk
 
 
 def cuts() -> Desk:
     """A text, a thought and a call that were cut, each gone on from; samples in single letters."""
     desk = Desk()
-    history = gone_on(desk, CHAT, begun(CHAT), in_letters("One and", model()), "on")
-    history = gone_on(desk, CHAT, history, sp(OPEN, "\nHm, so"), "well?")
-    history = gone_on(desk, CHAT, history, sp("I look.", CALL, '\n{"name": "lo'), "go on")
-    gone_on(desk, CHAT, history, sp("Done.", END), "-")
+    history = run_turn(desk, CHAT, begun(CHAT), letter_by_letter("One and", model()), "on")
+    history = run_turn(desk, CHAT, history, sp(OPEN, "\nHm, so"), "well?")
+    history = run_turn(desk, CHAT, history, sp("I look.", CALL, '\n{"name": "lo'), "go on")
+    run_turn(desk, CHAT, history, sp("Done.", END), "-")
     return desk
 
 
@@ -130,11 +130,11 @@ def choices() -> Desk:
 def compacted() -> Desk:
     """A summary is asked for, and the conversation begins again from it."""
     desk = Desk()
-    history = gone_on(desk, CHAT, begun(CHAT), sp("Yes.", END), "and?")
+    history = run_turn(desk, CHAT, begun(CHAT), sp("Yes.", END), "and?")
     ask = [*history, *CHAT.said("user", "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools")]
-    gone_on(desk, CHAT, ask, sp("We said yes.", END), "-")
+    run_turn(desk, CHAT, ask, sp("We said yes.", END), "-")
     told = "This session is being continued from a previous conversation: We said yes."
-    gone_on(desk, CHAT, [history[0], *CHAT.said("user", told)], sp("So.", END), "-")
+    run_turn(desk, CHAT, [history[0], *CHAT.said("user", told)], sp("So.", END), "-")
     return desk
 
 
@@ -161,13 +161,13 @@ def recorded(harness: str) -> Callable[[], Desk]:
                 if number + 1 < len(read)
                 else Message(role="assistant", text="Done.")
             )
-            desk.say(ask, Speaker(model().template).sample(as_answer(shown), read[number]))
+            desk.say(ask, Speaker(model().template).sample(message_answer(shown), read[number]))
         return desk
 
     return play
 
 
-def as_answer(message: Message) -> Answer:
+def message_answer(message: Message) -> Answer:
     thinking = (ThinkingPart(message.thinking),) if message.thinking else ()
     text = (TextPart(message.text),) if message.text else ()
     return Answer(

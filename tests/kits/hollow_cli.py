@@ -51,6 +51,6 @@ if __name__ == "__main__":
     }
     vars(opening).update(patched)
     vars(checks)["refuse_unfit"] = lambda config: None  # no GPU and no Podman is needed
-    vars(local_nodes)["NODE"] = (str(Path(__file__)),)  # those that it starts are hollow too
+    vars(local_nodes)["NODE_COMMAND"] = (str(Path(__file__)),)  # those that it starts are hollow too
     arguments = [str(TINY_MODEL) if each.startswith("/models/") else each for each in sys.argv[1:]]
     main(arguments)

@@ -29,20 +29,20 @@ from fakes_engine import ScriptedEngine
 from polarnode.containers.recipes import RuntimesSettings
 from polarnode.core.conversation import Message
 from polarnode.core.weights import PauseMode
-from polarnode.engine.adapters import Adapters
+from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.routing import EngineStatistics
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
-from polarnode.node.orphan import has_work, orphaned
+from polarnode.node.orphan import has_work, wait_orphaned
 from polarnode.node.serving import serve_control_plane
-from polarnode.rollouts.services import UnboundedPlaces
+from polarnode.rollouts.services import NoCachePlaces
 
 BYTES_A_TOKEN = 27  # of a trajectory's JSON: its id, its logprob, its mask
 
 
 @define(eq=False)
-class HollowEngine(ScriptedEngine, UnboundedPlaces):
+class HollowEngine(ScriptedEngine, NoCachePlaces):
     """An engine that has what a node asks of its own besides tokens. Nobody counts its cache."""
 
     ports: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class HollowEngine(ScriptedEngine, UnboundedPlaces):
     is_own: bool = False  # it has no checkpoint to load
     restarts: tuple[int, ...] = (0,)
     ranks: int = 1
-    adapters: Adapters = field(factory=Adapters)
+    adapters: EngineAdapters = field(factory=EngineAdapters)
     paused: PauseMode | None = field(default=None, init=False)
 
     def statistics(self) -> EngineStatistics:
@@ -98,7 +98,7 @@ class HollowImages:
         await trio.lowlevel.checkpoint()
 
 
-def hollow(sessions: LiveSessions) -> fakes_runtime.Program:
+def hollow(sessions: LiveSessions) -> fakes_runtime.ProgramFunction:
     """The harness `hollow SECONDS KILOBYTES`, also as the command of a shell."""
 
     async def program(call: fakes_runtime.Call) -> int:
@@ -191,7 +191,7 @@ async def main(folder: Path, ports: list[int], token: str | None, settings: dict
                 live = node.scheduler.statistics().live
                 return await has_work(node.log, live, orphan_s=orphan_s, now=time.time())
 
-            await orphaned(Path(lifeline), orphan_s, needed if node.log.shared else None)
+            await wait_orphaned(Path(lifeline), orphan_s, needed if node.log.shared else None)
         else:
             await trio.lowlevel.wait_readable(sys.stdin)  # whoever started this has gone
         os._exit(0)  # a hollow node has nothing to save that is not in its journal

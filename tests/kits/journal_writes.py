@@ -6,7 +6,7 @@ from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal import entries
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.port import Ended, ended_session
+from polarnode.journal.log.port import EndedSession, pack_ended
 from polarnode.journal.log.sqlite import attempt_entry, end_entry
 from polarnode.merge.trajectory import Identity
 
@@ -27,7 +27,7 @@ def submit_task(
             session_ids=session_ids,
             idempotency_key=idempotency_key,
             now=journal.now(),
-            callback_kinds=journal.kinds_for(spec),
+            callback_kinds=journal.callback_kinds_for(spec),
         )
     )
 
@@ -52,5 +52,5 @@ def serve_weights(journal: Journal, version: str) -> None:
     journal.write(entries.weights_entry(version, {"version": version}, now=journal.now()))
 
 
-def _ended(journal: Journal, trajectory: Trajectory) -> Ended:
-    return ended_session(evolve(trajectory, turns=()), finished=journal.now())
+def _ended(journal: Journal, trajectory: Trajectory) -> EndedSession:
+    return pack_ended(evolve(trajectory, turns=()), finished=journal.now())

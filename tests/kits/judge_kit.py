@@ -14,7 +14,7 @@ from attrs import define, field
 from polarnode.core.errors import EvaluatorError
 from polarnode.core.ports import Judge, Question
 from polarnode.evaluators.judging import JudgeConfig
-from polarnode.rollouts.judges import Judges, open_judges
+from polarnode.rollouts.judges import NodeJudges, open_judges
 
 Answer = Callable[["Endpoint", trio.abc.Stream], Awaitable[None]]
 
@@ -129,7 +129,7 @@ async def serving(endpoint: Endpoint) -> AsyncIterator[str]:
 @asynccontextmanager
 async def judged_by(
     *script: Answer, environment: Mapping[str, str] | None = None, **config: Any
-) -> AsyncIterator[tuple[Judges, Endpoint]]:
+) -> AsyncIterator[tuple[NodeJudges, Endpoint]]:
     """Judges with one, `j`, at an endpoint with this script."""
     endpoint = Endpoint(list(script))
     async with (
@@ -147,7 +147,7 @@ def asks(text: str = "how good was it?", **more: Any) -> Question:
 
 
 @define(eq=False)
-class SaidJudge:
+class ScriptedJudge:
     """`polarnode.core.ports.Judge` whose answers are given: texts in order, the last for ever, or a function
     of the question.
     """

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import merge_toys as toys
 from attrs import define, field
-from fakes_runtime import Call, Program
-from session_kit import ask, live_of
+from fakes_runtime import Call, ProgramFunction
+from session_kit import ask, session_of_call
 
 from polarnode.core.conversation import Message
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import HarnessSpec
 from polarnode.providers.volatile import RESUME_MARKER
 
-KEEPER = HarnessSpec(import_path="session_kit:KEEPING_HARNESS", command=("keeper",))
+KEEPER_HARNESS = HarnessSpec(import_path="session_kit:KEEPING_HARNESS", command=("keeper",))
 KEPT = "/home/agent/answered"  # how often it was answered
 
 
@@ -32,9 +32,9 @@ class Keeper:
     dies: dict[int, int] = field(factory=dict)
     begun: list[int] = field(factory=list)
 
-    def program(self) -> Program:
+    def program(self) -> ProgramFunction:
         async def program(call: Call) -> int:
-            live, files = live_of(program, call), call.runtime.files
+            live, files = session_of_call(program, call), call.runtime.files
             resumed = call.argv[-1] == "--continue"
             assert call.stdin == (RESUME_MARKER if resumed else "do it").encode()
             history: list[Message] = [
@@ -63,5 +63,5 @@ class Keeper:
         return program
 
 
-def programs(keeper: Keeper | None = None) -> dict[str, Program]:
+def programs(keeper: Keeper | None = None) -> dict[str, ProgramFunction]:
     return {"keeper": (keeper or Keeper()).program()}

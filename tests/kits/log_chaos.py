@@ -28,12 +28,12 @@ from postgres_kit import Cluster, running_cluster
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets, GroupSpec
 from polarnode.core.trajectory import Outcome
-from polarnode.journal.log.port import Claim, LogAway, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, ClaimOffer, LogUnavailable, NodeFacts
 from polarnode.journal.log.postgres import events, membership, places
-from polarnode.journal.log.postgres.connection import Connection
+from polarnode.journal.log.postgres.connection import LogConnection
 from polarnode.journal.log.watching import SilenceWatch
-from polarnode.journal.queries import Recent
-from polarnode.journal.values import KEYS_ALONE, Filters
+from polarnode.journal.queries import ByteCache
+from polarnode.journal.values import KEYS_ONLY, EventFilters
 
 ROOM = 6  # sessions of a node
 SESSION_S = (0.05, 1.5)
@@ -57,7 +57,7 @@ class Node:
     lost: bool = False
 
     def run(self) -> None:
-        log, watcher = Connection(self.dsn, self.name), Connection(self.dsn, f"{self.name} watcher")
+        log, watcher = LogConnection(self.dsn, self.name), LogConnection(self.dsn, f"{self.name} watcher")
         self._until(lambda: self._join(log))
         threading.Thread(target=self._watch, args=(watcher,), daemon=True).start()
         while True:
@@ -65,7 +65,7 @@ class Node:
                 if self.lost:
                     self._join(log)
                 self._work(log)
-            except LogAway:
+            except LogUnavailable:
                 time.sleep(0.2)
                 self._until(lambda: self._find_claims(log))
             time.sleep(0.05)
@@ -74,10 +74,10 @@ class Node:
         while True:
             try:
                 return call()
-            except LogAway:
+            except LogUnavailable:
                 time.sleep(0.2)
 
-    def _join(self, log: Connection) -> None:
+    def _join(self, log: LogConnection) -> None:
         joined = log.run_now(membership.join, NodeFacts(name=self.name))
         self.incarnation, self.lost = joined.incarnation, False
         mine = {claim.session_id: claim for claim in joined.inherited}
@@ -92,7 +92,7 @@ class Node:
             else:
                 log.run_now(places.put_back, claim, None, counts=True, keep=False)
 
-    def _find_claims(self, log: Connection) -> None:
+    def _find_claims(self, log: LogConnection) -> None:
         """The answer to a claim may have been lost: what the log says is held here runs here."""
         for claim in log.run_now(places.claims, self.incarnation):
             if claim.session_id not in self.running and not self._path(claim).exists():
@@ -105,17 +105,17 @@ class Node:
     def _path(self, claim: Claim) -> Path:
         return self.disk / f"{claim.session_id}.ended"
 
-    def _work(self, log: Connection) -> None:
+    def _work(self, log: LogConnection) -> None:
         for path in self.disk.glob("*.ended"):
             claim, ended = pickle.loads(path.read_bytes())
             self._finish(log, claim, ended, path)
         for claim in log.run_now(
-            places.claim, Offer(incarnation=self.incarnation, room=ROOM - len(self.running))
+            places.claim, ClaimOffer(incarnation=self.incarnation, room=ROOM - len(self.running))
         ):
             self._begin(claim)
         for claim in log.run_now(places.claim_endings, self.incarnation, 10):
             self._begin(claim)
-        stop = log.run_now(places.to_stop, self.incarnation)
+        stop = log.run_now(places.sessions_to_stop, self.incarnation)
         for session_id, (claim, until) in list(self.running.items()):
             if session_id not in stop and time.monotonic() < until:
                 continue
@@ -139,35 +139,35 @@ class Node:
             self._ended(log, claim, ended)
             del self.running[session_id]
 
-    def _ended(self, log: Connection, claim: Claim, ended: Any) -> None:
+    def _ended(self, log: LogConnection, claim: Claim, ended: Any) -> None:
         path = self._path(claim)
         half = path.with_suffix(".half")
         half.write_bytes(pickle.dumps((claim, ended)))
         half.rename(path)
-        with suppress(LogAway):  # it is on the disk, and is sent again
+        with suppress(LogUnavailable):  # it is on the disk, and is sent again
             self._finish(log, claim, ended, path)
 
-    def _finish(self, log: Connection, claim: Claim, ended: Any, path: Path) -> None:
-        answer = log.run_now(places.finish, claim, ended)
+    def _finish(self, log: LogConnection, claim: Claim, ended: Any, path: Path) -> None:
+        answer = log.run_now(places.finish_claim, claim, ended)
         if answer == "another" and claim.ending is None:
-            log.run_now(places.publish, ended, claim.incarnation, kind="attempt")
+            log.run_now(places.publish_session, ended, claim.incarnation, kind="attempt")
         path.unlink()
 
-    def _watch(self, log: Connection) -> None:
+    def _watch(self, log: LogConnection) -> None:
         watch, opened = SilenceWatch(), 0
         while True:
             try:
                 incarnation = self.incarnation
                 asked = time.monotonic()
-                beat = log.run_now(membership.beat, incarnation)
-                opened = log.opened
+                beat = log.run_now(membership.give_sign, incarnation)
+                opened = log.times_opened
                 if not beat.signed and incarnation == self.incarnation:
                     self.lost = True
-                for silent, sign in watch.read(beat.signs, asked=asked, now=time.monotonic()):
-                    if log.opened == opened and silent != self.incarnation:
-                        log.run_now(membership.expire, silent, sign)
+                for silent, sign in watch.find_silent(beat.signs, asked=asked, now=time.monotonic()):
+                    if log.times_opened == opened and silent != self.incarnation:
+                        log.run_now(membership.declare_lost, silent, sign)
                 log.run_now(places.put_back_lost)
-            except LogAway:
+            except LogUnavailable:
                 pass
             time.sleep(1)
 
@@ -177,12 +177,14 @@ class Node:
 
 def consume(dsn: str, file: Path) -> None:
     """Write what is read, then acknowledge it: a kill in between reads it again, under the same position."""
-    log, recent = Connection(dsn, "consumer"), Recent()
+    log, recent = LogConnection(dsn, "consumer"), ByteCache()
     while True:
         try:
-            cursor = log.run_now(events.position, "c")
+            cursor = log.run_now(events.consumer_cursor, "c")
             while True:
-                found = log.run_now(events.events, cursor, 64, Filters(kinds=EVERY_KIND), KEYS_ALONE, recent)
+                found = log.run_now(
+                    events.events, cursor, 64, EventFilters(kinds=EVERY_KIND), KEYS_ONLY, recent
+                )
                 if found.gap is not None:
                     raise SystemExit(f"a gap: {found.gap}")
                 with file.open("a") as lines:
@@ -194,7 +196,7 @@ def consume(dsn: str, file: Path) -> None:
                     log.run_now(events.acknowledge, "c", cursor, time.time(), 1e9)
                 else:
                     time.sleep(0.05)
-        except LogAway:
+        except LogUnavailable:
             time.sleep(0.2)
 
 
@@ -232,7 +234,7 @@ class Run:
                 stderr=log,
             )
 
-    def submit(self, log: Connection, number: int) -> None:
+    def submit(self, log: LogConnection, number: int) -> None:
         early = self.chance.random() < 0.1
         spec = make_spec(
             num_samples=SAMPLES,
@@ -253,11 +255,11 @@ class Run:
                     submitted=time.time(),
                 )
                 break
-            except LogAway:
+            except LogUnavailable:
                 time.sleep(0.2)
         self.tasks[name] = SAMPLES
         if self.chance.random() < 0.03:
-            with suppress(LogAway):
+            with suppress(LogUnavailable):
                 log.run_now(places.cancel, name, time.time())
 
     def disturb(self) -> None:
@@ -284,12 +286,12 @@ class Run:
             self.cluster.start()
         self.done[what] += 1
 
-    def rest(self, log: Connection, seconds: float) -> None:
+    def rest(self, log: LogConnection, seconds: float) -> None:
         """Wait until every place is over and everything is read."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.5)
-            with suppress(LogAway):
+            with suppress(LogUnavailable):
                 row = log.run_now(
                     lambda db: db.execute(
                         "SELECT (SELECT count(*) FROM places WHERE state <> 'over') AS open, log.position AS last,"
@@ -308,7 +310,7 @@ class Run:
             position, key = line.split(" ", 1)
             assert read.setdefault(int(position), key) == key, f"another event at {position}"
         counts = Counter(read.values())
-        with Connection(self.dsn, "check")._opened() as db:
+        with LogConnection(self.dsn, "check")._open_if_needed() as db:
             rows = db.execute(
                 "SELECT e.key, s.task_id, s.place, s.attempt, s.outcome FROM events e JOIN sessions s USING (session_id)"
                 " WHERE kind = 'trajectory'"
@@ -340,7 +342,7 @@ def run_chaos(
         run = Run(cluster, cluster.database(), cluster.folder / "run", chance)
         run.folder.mkdir()
         (run.folder / "consumed").touch()
-        log = Connection(run.dsn, "submitter")
+        log = LogConnection(run.dsn, "submitter")
         log.run_now(events.acknowledge, "c", Cursor(), time.time(), 1e9)
         stopping = threading.Event()
 

@@ -13,11 +13,11 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome
 from polarnode.journal.journal import open_journal
-from polarnode.journal.log.port import Claim, Ended, Log, NodeFacts, Offer, whole_session
+from polarnode.journal.log.port import Claim, ClaimOffer, EndedSession, Log, NodeFacts, pack_whole_session
 from polarnode.journal.log.postgres.postgres import open_postgres_log
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.pending_callbacks import EVENT_KINDS
-from polarnode.journal.values import EventKind, Filters
+from polarnode.journal.values import EventFilters, EventKind
 
 EVERY_KIND: tuple[EventKind, ...] = ("trajectory", "group", "task", "attempt", "reward")
 NOW = 1_000.0
@@ -34,7 +34,7 @@ def end(
     forked_from: Any = None,
     outcome: Outcome | None = None,
     metadata: Mapping[str, Json] | None = None,
-) -> Ended:
+) -> EndedSession:
     """The end of a claim's session."""
     whole = make_trajectory(
         claim.session_id,
@@ -48,7 +48,7 @@ def end(
     )
     whole = evolve(whole, attempt=claim.attempt, forked_from=forked_from, outcome=outcome or whole.outcome)
     whole = evolve(whole, metadata=metadata or whole.metadata)
-    return whole_session(whole, finished=finished)
+    return pack_whole_session(whole, finished=finished)
 
 
 async def submit(
@@ -77,7 +77,7 @@ async def join(log: Log, name: str = "n", **more: Any) -> int:
 
 
 async def claim(log: Log, incarnation: int, room: int = 100, **more: Any) -> tuple[Claim, ...]:
-    return await log.claim(Offer(incarnation=incarnation, room=room, **more))
+    return await log.claim(ClaimOffer(incarnation=incarnation, room=room, **more))
 
 
 async def keys(log: Log, after: int = 0) -> list[str]:
@@ -85,7 +85,7 @@ async def keys(log: Log, after: int = 0) -> list[str]:
     found: list[str] = []
     cursor = Cursor(position=after)
     while True:
-        page = (await log.events(cursor, filters=Filters(kinds=EVERY_KIND))).page
+        page = (await log.events(cursor, filters=EventFilters(kinds=EVERY_KIND))).page
         if not page.events:
             return found
         for event in page.events:
@@ -94,9 +94,9 @@ async def keys(log: Log, after: int = 0) -> list[str]:
         cursor = Cursor(position=page.seen)
 
 
-async def die(log: Log, incarnation: int) -> None:
+async def expire_node(log: Log, incarnation: int) -> None:
     """What a watcher does about a node that was silent for too long."""
-    while not await log.expire(incarnation, (await log.signs())[incarnation]):
+    while not await log.declare_lost(incarnation, (await log.read_signs())[incarnation]):
         pass  # it gave a sign in between
     await log.put_back_lost()
 

@@ -18,12 +18,12 @@ from log_kit import EVERY_KIND, end
 from postgres_kit import Cluster, running_cluster
 
 from polarnode.core.cursors import Cursor
-from polarnode.journal.log.port import Claim, LogStanding, NodeFacts, Offer
+from polarnode.journal.log.port import Claim, ClaimOffer, LogStatus, NodeFacts
 from polarnode.journal.log.postgres import events, membership, places
-from polarnode.journal.log.postgres.connection import Connection
-from polarnode.journal.log.postgres.postgres import COUNTED_PLACES
-from polarnode.journal.queries import Recent
-from polarnode.journal.values import KEYS_ALONE, Filters
+from polarnode.journal.log.postgres.connection import LogConnection
+from polarnode.journal.log.postgres.postgres import MAX_COUNTED_PLACES
+from polarnode.journal.queries import ByteCache
+from polarnode.journal.values import KEYS_ONLY, EventFilters
 
 BODY = os.urandom(300_000)
 LARGE = 100 << 20
@@ -46,7 +46,7 @@ def run_load(*, seconds: float, nodes: int, rate: float) -> dict[str, float]:
         dsn = cluster.database()
         stopping, sent, seen = threading.Event(), dict[str, float](), dict[str, float]()
         durations: list[float] = []
-        main = Connection(dsn, "main")
+        main = LogConnection(dsn, "main")
         members = [
             main.run_now(membership.join, NodeFacts(name=f"n{index}")).incarnation for index in range(nodes)
         ]
@@ -55,42 +55,42 @@ def run_load(*, seconds: float, nodes: int, rate: float) -> dict[str, float]:
 
         def node(mine: list[int]) -> None:
             """Some of the nodes, each with connections of its own."""
-            logs = [(Connection(dsn, f"n{each}"), each) for each in mine]
+            logs = [(LogConnection(dsn, f"n{each}"), each) for each in mine]
             beats = 0
             while not stopping.is_set():
                 began = time.monotonic()
                 for log, incarnation in logs:
-                    log.run_now(membership.beat, incarnation)
+                    log.run_now(membership.give_sign, incarnation, load=beats % 7 / 7)
                     beats += 1
                     if beats % 5 == 0:  # LOOK_S, of the watcher and of the scheduler
                         log.run_now(places.put_back_lost)
-                        log.run_now(places.count_open, COUNTED_PLACES)
-                        log.run_now(events.standing, 0.0, LogStanding(), weigh=False)
+                        log.run_now(places.count_open, MAX_COUNTED_PLACES)
+                        log.run_now(events.read_log_status, 0.0, LogStatus(), weigh=False)
                         log.run_now(places.claim_endings, incarnation, 10)
-                        log.run_now(places.to_stop, incarnation)
+                        log.run_now(places.sessions_to_stop, incarnation)
                 stopping.wait(max(0.0, 1 - (time.monotonic() - began)))
 
         def finisher(incarnation: int, wait: float) -> None:
-            log = Connection(dsn, "finisher")
+            log = LogConnection(dsn, "finisher")
             while not stopping.wait(wait):
-                for claim in log.run_now(places.claim, Offer(incarnation=incarnation, room=1)):
+                for claim in log.run_now(places.claim, ClaimOffer(incarnation=incarnation, room=1)):
                     _finish(log, claim, BODY, sent, durations)
 
         def large() -> None:
-            log = Connection(dsn, "large")
+            log = LogConnection(dsn, "large")
             stopping.wait(seconds / 2)
-            (claim,) = log.run_now(places.claim, Offer(incarnation=members[0], room=1))
+            (claim,) = log.run_now(places.claim, ClaimOffer(incarnation=members[0], room=1))
             began = time.monotonic()
             body = end(claim)
             body = evolve(body, parts=(*body.parts, *(bytes(4 << 20) for _ in range(LARGE >> 22))))
-            log.run_now(places.finish, claim, body)
+            log.run_now(places.finish_claim, claim, body)
             durations_large.append(time.monotonic() - began)
 
         def reader() -> None:
-            log, recent, cursor = Connection(dsn, "reader"), Recent(), Cursor()
+            log, recent, cursor = LogConnection(dsn, "reader"), ByteCache(), Cursor()
             while not stopping.is_set():
                 page = log.run_now(
-                    events.events, cursor, 64, Filters(kinds=EVERY_KIND), KEYS_ALONE, recent
+                    events.events, cursor, 64, EventFilters(kinds=EVERY_KIND), KEYS_ONLY, recent
                 ).page
                 now = time.monotonic()
                 seen.update({each.key: now for each in page.events})
@@ -130,7 +130,7 @@ def run_load(*, seconds: float, nodes: int, rate: float) -> dict[str, float]:
         }
 
 
-def _submit(log: Connection, name: str) -> None:
+def _submit(log: LogConnection, name: str) -> None:
     log.run_now(
         places.submit,
         make_spec(num_samples=4),
@@ -143,13 +143,13 @@ def _submit(log: Connection, name: str) -> None:
 
 
 def _finish(
-    log: Connection, claim: Claim, body: bytes, sent: dict[str, float], durations: list[float]
+    log: LogConnection, claim: Claim, body: bytes, sent: dict[str, float], durations: list[float]
 ) -> None:
     ended = end(claim)
     ended = evolve(ended, parts=(*ended.parts, body))
     began = time.monotonic()
     sent[f"trajectory:{claim.session_id}"] = began
-    log.run_now(places.finish, claim, ended)
+    log.run_now(places.finish_claim, claim, ended)
     durations.append(time.monotonic() - began)
 
 

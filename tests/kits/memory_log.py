@@ -12,10 +12,18 @@ from polarnode.core.codec.packing import unpack_trajectory, unpack_turn
 from polarnode.core.errors import Conflict
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
-from polarnode.groups.group import Facts, member_of
-from polarnode.journal.log.news import News
+from polarnode.groups.group import SessionFacts, make_member
+from polarnode.journal.log.news import NewsCounter
 from polarnode.journal.log.place_table import PlaceTable
-from polarnode.journal.log.port import Claim, Ended, EndingCause, FinishAnswer, Joined, NodeFacts, Offer
+from polarnode.journal.log.port import (
+    Claim,
+    ClaimOffer,
+    EndedSession,
+    EndingCause,
+    FinishAnswer,
+    JoinedNode,
+    NodeFacts,
+)
 
 
 @define(eq=False)
@@ -26,7 +34,7 @@ class MemoryLog:
     lost: ClassVar[bool] = False
     least_load: ClassVar[float | None] = None
 
-    def tell_load(self, load: float | None) -> None:
+    def set_load(self, load: float | None) -> None:
         """There is nobody to tell."""
 
     turns_of: Callable[[str], Sequence[Turn]] = lambda _: ()
@@ -36,17 +44,17 @@ class MemoryLog:
     tasks: dict[str, tuple[TaskSpec, tuple[str, ...]]] = field(factory=dict)
     cancelled: list[str] = field(factory=list)
     _table: PlaceTable = field(factory=PlaceTable)
-    _over: dict[str, list[Facts]] = field(factory=dict)
+    _over: dict[str, list[SessionFacts]] = field(factory=dict)
     _ended: set[str] = field(factory=set)
     _sessions: int = 0
-    _news: News = field(factory=News)
+    _news: NewsCounter = field(factory=NewsCounter)
 
     @property
     def open_places(self) -> int:
         return self._table.open_places
 
     def tell(self) -> None:
-        self._news.tell()
+        self._news.announce()
 
     @property
     def news(self) -> int:
@@ -77,18 +85,18 @@ class MemoryLog:
         sessions = tuple(SimpleNamespace(session_id=each, outcome=None) for each in session_ids)
         return SimpleNamespace(task_id=task_id, spec=spec, sessions=sessions)
 
-    async def join(self, facts: NodeFacts) -> Joined:
+    async def join(self, facts: NodeFacts) -> JoinedNode:
         await trio.lowlevel.checkpoint()
         self._table.incarnation += 1
-        return Joined(incarnation=self._table.incarnation, inherited=self._table.claims())
+        return JoinedNode(incarnation=self._table.incarnation, inherited=self._table.claims())
 
-    async def claim(self, offer: Offer) -> tuple[Claim, ...]:
+    async def claim(self, offer: ClaimOffer) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
         return self._table.claim(offer, {})
 
     def claim_now(self) -> tuple[Claim, ...]:
         """All that may run, at once."""
-        return self._table.claim(Offer(incarnation=self._table.incarnation, room=1_000), {})
+        return self._table.claim(ClaimOffer(incarnation=self._table.incarnation, room=1_000), {})
 
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
@@ -96,15 +104,15 @@ class MemoryLog:
 
     async def take_place(self, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
         await trio.lowlevel.checkpoint()
-        return self._table.take(task_id, sample_index)
+        return self._table.take_place(task_id, sample_index)
 
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
         return self._table.claims()
 
-    async def to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
+    async def sessions_to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
         await trio.lowlevel.checkpoint()
-        return self._table.to_stop()
+        return self._table.sessions_to_stop()
 
     async def cancel(self, task_id: str, at: float) -> bool:
         await trio.lowlevel.checkpoint()
@@ -114,11 +122,11 @@ class MemoryLog:
             self.tell()
         return found
 
-    async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
+    async def finish_claim(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
         await trio.lowlevel.checkpoint()
         if self.refuse:
             raise self.refuse.pop(0)
-        answer = self._table.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
+        answer = self._table.finish_claim(claim, usable=make_member(claim.spec.group, ended.facts).usable)
         if answer is None:
             return "already" if ended.identity.session_id in self._ended else "unknown"
         if answer in ("now", "last"):
@@ -127,7 +135,7 @@ class MemoryLog:
         return answer
 
     async def put_back(
-        self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
+        self, claim: Claim, ended: EndedSession | None = None, *, counts: bool = True, keep: bool = False
     ) -> Claim | None:
         await trio.lowlevel.checkpoint()
         if self.refuse:
@@ -139,18 +147,18 @@ class MemoryLog:
             self._write(ended, fresh)
         return kept
 
-    async def publish(self, ended: Ended, incarnation: int) -> FinishAnswer:
+    async def publish_session(self, ended: EndedSession, incarnation: int) -> FinishAnswer:
         await trio.lowlevel.checkpoint()
         if ended.identity.session_id in self._ended:
             return "already"
         self._write(ended)
         return "now"
 
-    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
+    async def finished_places(self, task_id: str) -> tuple[SessionFacts, ...]:
         await trio.lowlevel.checkpoint()
         return tuple(sorted(self._over.get(task_id, ()), key=lambda each: each.sample_index))
 
-    def _write(self, ended: Ended, retried_as: str | None = None) -> None:
+    def _write(self, ended: EndedSession, retried_as: str | None = None) -> None:
         session_id = ended.identity.session_id
         turns = tuple(map(unpack_turn, ended.parts[1:])) or tuple(self.turns_of(session_id))
         whole = unpack_trajectory(ended.parts[0], turns)

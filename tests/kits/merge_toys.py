@@ -24,7 +24,7 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.trajectory import NewMessages, Turn, TurnState, VersionSpan
 from polarnode.merge.attach import Plan
-from polarnode.merge.figures import DIVERGED, new_messages_of, word_of
+from polarnode.merge.figures import DIVERGED_NOTE, new_messages_of, note_word
 from polarnode.merge.lineage import Lineages
 
 SECRET = b"merge toys, thirty-two bytes ok."
@@ -222,4 +222,4 @@ def renamed(message: Message, old: str, new: str) -> Message:
 
 def of_turns(notes: Sequence[str]) -> tuple[str, ...]:
     """A plan's notes but for what only requests that are still remembered tell."""
-    return tuple(note for note in notes if word_of(note) != DIVERGED)
+    return tuple(note for note in notes if note_word(note) != DIVERGED_NOTE)

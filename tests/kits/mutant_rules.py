@@ -72,13 +72,13 @@ PATHS = rules(
     ("the fingerprint ignores what came before", '_digest(f"{key}assistant|"', '_digest("assistant|"', (P4,)),
     (
         "thinking is in the fingerprint",
-        "parts = [message.text.strip(_BLANK)]",
-        "parts = [message.text.strip(_BLANK), message.thinking]",
+        "parts = [message.text.strip(_BLANK_CHARS)]",
+        "parts = [message.text.strip(_BLANK_CHARS), message.thinking]",
         (f"{P3}[drops_thinking-openai_chat]",),
     ),
     (
         "blanks around our text count",
-        "parts = [message.text.strip(_BLANK)]",
+        "parts = [message.text.strip(_BLANK_CHARS)]",
         "parts = [message.text]",
         (f"{P3}[trims_text-anthropic]",),
     ),
@@ -127,7 +127,7 @@ ATTACHING = rules(
     "merge.attach",
     (
         "a reference overrides a changed message",
-        "candidates = self.ledger.answers_to(before)\n        proven",
+        "candidates = self.ledger.find_by_prompt(before)\n        proven",
         "candidates = list(self.ledger.turns)\n        proven",
         (P10_REF,),
     ),
@@ -139,20 +139,20 @@ ATTACHING = rules(
     ),
     (
         "a stop string that comes back is another text",
-        "self._stopped(position, message, before) or self._excused",
-        "self._excused",
+        "self._stopped(position, message, before) or self._edited_answer_key",
+        "self._edited_answer_key",
         ("tests/merge/test_merge_stops.py",),
     ),
     (
         "twins that ended at other stop strings are the same",
-        "if stop is None else walk.ledger.stopped_with(key, stop)",
+        "if stop is None else walk.ledger.find_by_stop(key, stop)",
         "if True else ()",
         ("tests/merge/test_merge_stops.py",),
     ),
     (
         "a change is excused without proof",
-        "if index in proven and excusable(",
-        "if excusable(",
+        "if index in proven and is_edited_answer(",
+        "if is_edited_answer(",
         ("tests/merge/test_merge_attach.py",),
     ),
     (
@@ -233,7 +233,12 @@ PLANS = rules(
         "sorted(turns, key=lambda turn: turn.index)[:-1]:",
         (SESSIONS,),
     ),
-    ("a turn that is not the planned one is kept", "        self._agree(plan, turn)\n", "", (LINEAGE,)),
+    (
+        "a turn that is not the planned one is kept",
+        "        self._check_planned(plan, turn)\n",
+        "",
+        (LINEAGE,),
+    ),
     ("a turn can be recorded twice", "        del self._graph.plans[turn.index]\n", "", (LINEAGE,)),
     (
         "halves of an answer are put together in the wrong order",
@@ -246,7 +251,7 @@ NAMES = rules(
     "merge.turn_kinds",
     (
         "a retry always takes its twin's place",
-        "lineage = earlier.lineage if self._replaceable(index) else self.next_lineage\n            ",
+        "lineage = earlier.lineage if self._is_replaceable(index) else self.next_lineage\n            ",
         "lineage = earlier.lineage\n            ",
         (LINEAGE,),
     ),
@@ -395,8 +400,8 @@ RECORDS = (
         ),
         (
             "a resumed prefix is sampled again",
-            "self._unshown = self.parser.feed(self.resumed_prefix)",
-            "self._unshown = self.parser.feed(self.resumed_prefix); self.ids.extend(self.resumed_prefix)",
+            "self._unsent_deltas = self.parser.feed(self.resumed_prefix)",
+            "self._unsent_deltas = self.parser.feed(self.resumed_prefix); self.ids.extend(self.resumed_prefix)",
             (SESSIONS, RESUME),
         ),
     ),
@@ -487,7 +492,7 @@ TRAINING = (
         ),
         (
             "another choice supersedes",
-            "for turn in living if turn.reason != CHOICE for request",
+            "for turn in living if turn.reason != EXTRA_CHOICE for request",
             "for turn in living for request",
             (P10_CUT_N,),
         ),
@@ -665,10 +670,15 @@ PARTS = (
             "    if trace.offset < 0 and trace.loss_mask[0]:\n",
             (SLICES,),
         ),
-        ("parts may overlap", "if trace.offset < end or not _leads(", "if not _leads(", (SLICES,)),
+        (
+            "parts may overlap",
+            "if trace.offset < end or not _is_ancestor(",
+            "if not _is_ancestor(",
+            (SLICES,),
+        ),
         (
             "parts may be of two lines",
-            "if trace.offset < end or not _leads(last, trace.turn_spans[0].turn, by_index):",
+            "if trace.offset < end or not _is_ancestor(last, trace.turn_spans[0].turn, by_index):",
             "if trace.offset < end:",
             (SLICES,),
         ),
@@ -683,14 +693,14 @@ PARTS = (
         "merge.invariants",
         (
             "alternatives are not compared",
-            "    if trace.top is not None and trace.top != top_of(line, trained):\n",
+            "    if trace.top is not None and trace.top != row_top_logprobs(line, trained):\n",
             "    if trace.top is not None and trace.top.rows < 0:\n",
             (SLICES, CARRIED),
         ),
         (
             "experts are not compared",
-            "    if trace.routed is not None and trace.routed != routed_of(",
-            "    if trace.routed is None and trace.routed != routed_of(",
+            "    if trace.routed is not None and trace.routed != row_routed_experts(",
+            "    if trace.routed is None and trace.routed != row_routed_experts(",
             (SLICES, CARRIED),
         ),
     ),
@@ -747,7 +757,7 @@ PARTS = (
         ),
         (
             "thoughts are given to who claims to be ours",
-            "        return turn is not None and excusable(self.references, turn, message)\n",
+            "        return turn is not None and is_edited_answer(self.references, turn, message)\n",
             "        return turn is not None\n",
             (THOUGHTS,),
         ),
@@ -793,7 +803,7 @@ CURSORED = rules(
     ),
     (
         "a position of an old fleet is no more than garbled",
-        "if OLD_FLEET.fullmatch(text):",
+        "if OLD_FLEET_CURSOR.fullmatch(text):",
         "if False:",
         (CURSORS,),
     ),
@@ -817,7 +827,7 @@ REPEATED = rules(
     ("any result is an error", "    ends = ends.lower()\n", "    return True\n", (REPEATS,)),
     (
         "no result is an error",
-        "    if len(result) > LONGEST_ERROR:\n",
+        "    if len(result) > MAX_ERROR_CHARS:\n",
         "    if result:\n",
         (REPEATS,),
     ),
@@ -831,7 +841,7 @@ REPEATED = rules(
     "gateway.live_sessions",
     (
         "a loop is seen and no call refused",
-        'return "repeats" if self._repeats(messages) else None',
+        'return "repeats" if self._is_looping(messages) else None',
         "return None",
         (LOOPS,),
     ),
@@ -882,8 +892,8 @@ WAITING = (
         "rollouts.scheduler",
         (
             "each task is a group of its own",
-            "self._cohorts.setdefault(group_id, Cohort())",
-            "Cohort()",
+            "self._cohorts.setdefault(group_id, EntryCohort())",
+            "EntryCohort()",
             (ORDER,),
         ),
     ),

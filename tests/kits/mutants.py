@@ -23,8 +23,8 @@ import pytest
 from attrs import define, field, frozen
 
 ROOT = Path(__file__).parents[2]
-WORKERS = 2
-HANGS_S = 240  # a mutant whose tests never end is seen too; the tests of the longest take some seconds
+MAX_WORKERS = 2
+HANG_LIMIT_S = 240  # a mutant whose tests never end is seen too; the tests of the longest take some seconds
 
 CONTRACT = "tests/properties/test_tokens_contract.py"
 CASES = "tests/properties/test_tokens_cases.py"
@@ -64,7 +64,9 @@ class Mutant:
             _functions(compile(text, str(self.file), "exec"))
             for text in (self.file.read_text(), self.changed())
         )
-        differ = [name for name, code in after.items() if _meaning(code) != _meaning(before.get(name))]
+        differ = [
+            name for name, code in after.items() if _code_meaning(code) != _code_meaning(before.get(name))
+        ]
         module = importlib.import_module(self.module)
         for name in differ:
             _live(module, name).__code__ = after[name]
@@ -91,7 +93,7 @@ def _functions(code: CodeType, path: str = "") -> dict[str, CodeType]:
     return found
 
 
-def _meaning(code: CodeType | None) -> Any:
+def _code_meaning(code: CodeType | None) -> Any:
     """What a code does, without where it stands."""
     if code is None:
         return None
@@ -99,7 +101,7 @@ def _meaning(code: CodeType | None) -> Any:
         code.co_code,
         code.co_names,
         code.co_varnames,
-        tuple(_meaning(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts),
+        tuple(_code_meaning(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts),
     )
 
 
@@ -132,7 +134,7 @@ class Outcome:
 
 
 @define(eq=False)
-class Ward:
+class MutantRunner:
     """A pytest plugin that, in place of running what was collected, runs it for each mutant in a fork."""
 
     mutants: Sequence[Mutant]
@@ -162,7 +164,7 @@ class Ward:
         waiting, running = list(reversed(self.mutants)), dict[int, tuple[Mutant, float, Path]]()
         with tempfile.TemporaryDirectory() as scratch:
             while waiting or running:
-                while waiting and len(running) < WORKERS:
+                while waiting and len(running) < MAX_WORKERS:
                     mutant = waiting.pop()
                     output = Path(scratch) / f"{len(waiting)}.txt"
                     running[self.forked(session, mutant, output)] = (mutant, time.monotonic(), output)
@@ -183,7 +185,7 @@ class Ward:
             return pid
         code = 70
         try:
-            signal.alarm(HANGS_S)
+            signal.alarm(HANG_LIMIT_S)
             code = self.tested(session, mutant, output)
         finally:
             os._exit(code)  # nothing of the parent's is to be ended here
@@ -235,7 +237,7 @@ def main() -> int:
                 str(ROOT),
                 *files,
             ],
-            plugins=[Ward(mutants)],
+            plugins=[MutantRunner(mutants)],
         )
     )
 

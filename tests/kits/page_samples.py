@@ -31,7 +31,7 @@ HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     " \x1b[31mred\x1b[0m \u202etxt.exe\u202c \x00 javascript:alert(1) <svg onload=alert(1)>"
 )
-BEGAN = 1_790_000_000.0  # seconds since the epoch
+BEGAN_AT = 1_790_000_000.0  # seconds since the epoch
 
 
 @define(eq=False)
@@ -89,7 +89,7 @@ class SampleSession:
                 finish_reason=answer.finish_reason,
                 answer=answer,
                 usage=Usage(prompt_tokens=length, completion_tokens=len(sampled), cached_tokens=length // 2),
-                started=BEGAN + self.clock,
+                started=BEGAN_AT + self.clock,
                 first_token_s=0.2,
                 ended_s=seconds,
                 new_messages=NewMessages(messages=new, tools="[]"),
@@ -251,7 +251,7 @@ def write_long(journal: Journal, tokenizer: LoadedTokenizer, task_id: str, token
 
 
 def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
-    journal.session_started(
+    journal.record_session(
         Identity(
             session_id=whole.session_id,
             task_id=whole.task_id,
@@ -265,5 +265,5 @@ def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
         )
     )
     for turn in made.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     publish_end(journal, whole)

@@ -161,13 +161,13 @@ async def served(app: Any) -> AsyncIterator[str]:
 # ── without sockets, in virtual time ──────────────────────────────────────────
 
 
-def _set(event: trio.Event) -> trio.Event:
+def _set_event(event: trio.Event) -> trio.Event:
     event.set()
     return event
 
 
 @define(eq=False)
-class Asgi:
+class AsgiClient:
     """One request by hand: the body is there, the client leaves when `leave` is called; `sent` is what it
     got.
 
@@ -179,7 +179,7 @@ class Asgi:
     gone: trio.Event = field(factory=trio.Event)
     leave_at: int | None = None
     wire: ConnectionWrites = field(factory=ConnectionWrites)
-    reading: trio.Event = field(factory=lambda: _set(trio.Event()))
+    reading: trio.Event = field(factory=lambda: _set_event(trio.Event()))
 
     def leave(self) -> None:
         self.gone.set()

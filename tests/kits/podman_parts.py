@@ -19,9 +19,9 @@ from polarnode.containers.client import ListedContainer
 from polarnode.containers.container import LABEL_NODE
 from polarnode.containers.images import ensure_images
 from polarnode.containers.probe import default_state_dir, probe, store_at
-from polarnode.containers.recipes import RuntimesSettings, Tools
+from polarnode.containers.recipes import PodmanTools, RuntimesSettings
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes, open_runtimes
+from polarnode.containers.runtimes import NodeRuntimes, open_runtimes
 from polarnode.containers.user_namespace import Limits
 from polarnode.core.task import RuntimeSpec
 
@@ -43,11 +43,13 @@ def settings(node_id: str = "test", warm: int = 2) -> RuntimesSettings:
     return RuntimesSettings(state_dir=default_state_dir(), node_id=node_id, warm=warm, limits=LIMITS)
 
 
-def tools(log: Path) -> Tools:
-    return Tools(podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log)
+def tools(log: Path) -> PodmanTools:
+    return PodmanTools(
+        podman=Path(shutil.which("podman") or ""), store=store_at(default_state_dir()), log=log
+    )
 
 
-async def of_node(runtimes: Runtimes, node_id: str) -> list[ListedContainer]:
+async def containers_of_node(runtimes: NodeRuntimes, node_id: str) -> list[ListedContainer]:
     """The containers that a node has in the store."""
     return list(await runtimes._pool.starter.client.list_labelled(f"{LABEL_NODE}={node_id}"))
 
@@ -67,7 +69,7 @@ def other_node(source: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
             process.kill()
 
 
-async def cancelled_at(runtime: PodmanRuntime, sign: str, program: Callable[[], Awaitable[object]]) -> bool:
+async def cancel_at_sign(runtime: PodmanRuntime, sign: str, program: Callable[[], Awaitable[object]]) -> bool:
     """Cancel a program once a file says that it is where it should be; whether it was still running."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
@@ -99,7 +101,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture
-async def runtimes(podman: None) -> AsyncIterator[Runtimes]:
+async def runtimes(podman: None) -> AsyncIterator[NodeRuntimes]:
     async with open_runtimes(settings()) as opened:
         yield opened
 

@@ -24,7 +24,7 @@ import torch
 from areal_program import Absent
 from attrs import evolve
 from safetensors.torch import save_file
-from trainers_kit import make_turn, no_row, one_row, publish, taught, two_rows
+from trainers_kit import make_turn, one_row, publish, session_of_two_rows, session_without_rows, taught
 
 from polarnode.client import ClientError
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -56,13 +56,13 @@ def sliced(**more: Any) -> Trajectory:
 
 SESSIONS = {
     "one": one_row(session_id="one"),
-    "two": two_rows(session_id="two", reward=0.25, lineage_rewards={1: 0.0}),
+    "two": session_of_two_rows(session_id="two", reward=0.25, lineage_rewards={1: 0.0}),
     "sliced": sliced(session_id="sliced", reward=0.5),
     "zero": one_row(session_id="zero", reward=0.0),
     "late": evolve(one_row(session_id="late"), outcome=Outcome(status="timeout", clock="run")),
     "looped": evolve(one_row(session_id="looped"), outcome=Outcome(status="timeout", clock="repeats")),
     "taught": taught(one_row(session_id="taught")),
-    "unscored": no_row(session_id="unscored", status="failed"),
+    "unscored": session_without_rows(session_id="unscored", status="failed"),
 }
 
 
@@ -211,7 +211,7 @@ def relayed(plugin: Any) -> list[Any]:
                 (broadcast / "STABLE").touch()
                 os.utime(broadcast / "STABLE", (1700000000, 1700000000))
         plugin.push_adapter = NodeOfWeights.push_adapter
-        relay = plugin.Relay(NodeOfWeights(), model, "r")
+        relay = plugin.WeightRelay(NodeOfWeights(), model, "r")
         with plugin.serve(relay, "127.0.0.1", 0) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             ask = http.client.HTTPConnection("127.0.0.1", server.server_port)

@@ -139,7 +139,7 @@ def _anthropic(client: Client, talk: Sequence[Said]) -> Body:
     messages: list[Body] = []
     for said in talk:
         role = "assistant" if said.role == "assistant" else "user"
-        blocks = _blocks(client, said)
+        blocks = _anthropic_blocks(client, said)
         if said.role == "system":
             continue
         if (
@@ -163,7 +163,7 @@ def _anthropic(client: Client, talk: Sequence[Said]) -> Body:
     }
 
 
-def _blocks(client: Client, said: Said) -> list[Body]:
+def _anthropic_blocks(client: Client, said: Said) -> list[Body]:
     if said.role == "tool":
         return [{"type": "tool_result", "tool_use_id": client.id(said.call[0]), "content": said.text}]
     text = [{"type": "text", "text": client.text(said)}] if client.text(said) else []
@@ -325,7 +325,7 @@ def probes() -> list[Recording]:
     ]
 
 
-def titled(client: Client) -> list[Recording]:
+def titled_session(client: Client) -> list[Recording]:
     """A title is asked for first, without tools and in opencode's words."""
     asks = system(f"You are a title generator. You output ONLY a thread title. {prose(3)}")
     title = evolve(client, tools=()).ask([asks, user(prose(4)), user(prose(2))])
@@ -344,7 +344,7 @@ def compacted(client: Client) -> list[Recording]:
     return [*before, summary, *after]
 
 
-def delegating(
+def delegating_session(
     client: Client, marked: Callable[[Client, int], Client] = lambda client, _: client
 ) -> list[Recording]:
     """Two sub-agents at once, each under a head and a task of its own, interleaved with the main

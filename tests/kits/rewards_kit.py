@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import merge_toys as toys
 from attrs import evolve
 from fakes_runtime import MemoryRuntime
-from judge_kit import SaidJudge
+from judge_kit import ScriptedJudge
 
 from polarnode.core.conversation import Json, ToolCall
 from polarnode.core.ports import Runtime
@@ -26,7 +26,7 @@ def session(*answers: str, calls: Any = (), told: str = "ok") -> tuple[Turn, ...
     return made.turns
 
 
-def with_helper() -> tuple[Turn, ...]:
+def helper_turns() -> tuple[Turn, ...]:
     """Two turns of the main agent, one of another that it did not start, and a title nobody trains."""
     made = toys.Session()
     made.say(
@@ -70,7 +70,7 @@ def finished(
         runtime=shared,
         left=shared,
         clock=NodeClock(),
-        judge=judge or SaidJudge([]),
+        judge=judge or ScriptedJudge([]),
         outcome=Outcome(**{"status": "completed", "exit_code": 0, **outcome}),
         turns=turns,
         instruction="fix the bug",
@@ -92,7 +92,7 @@ def call(name: str, arguments: str) -> ToolCall:
 # ── functions as users write them ─────────────────────────────────────────────
 
 
-def by_length(finished: Finished) -> dict[int, float]:
+def length_rewards(finished: Finished) -> dict[int, float]:
     return {turn.index: len(turn.sampled) / 10 for turn in finished.turns}
 
 
@@ -100,7 +100,7 @@ async def by_lineage(finished: Finished) -> dict[int, float]:
     return {turn.lineage: 0.5 for turn in finished.turns}
 
 
-def of_nobody(finished: Finished) -> dict[int, float]:
+def unknown_turn_reward(finished: Finished) -> dict[int, float]:
     return {99: 1.0}
 
 
@@ -108,7 +108,7 @@ def no_mapping(finished: Finished) -> Any:
     return [1.0]
 
 
-def falls(finished: Finished) -> Any:
+def raises_key_error(finished: Finished) -> Any:
     raise KeyError("mine")
 
 

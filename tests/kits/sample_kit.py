@@ -18,12 +18,12 @@ from tokens_kit import CALL, CALLED, CLOSE, END, OPEN, Model, model
 
 from polarnode.core.arrays import ids
 
-HURRIED = "POLARNODE_MUTANT" in os.environ
+IS_MUTANT_RUN = "POLARNODE_MUTANT" in os.environ
 
 
 def examples(count: int, **more: Any) -> Any:
     """So many examples, the same in every run; no deadline, because a slow machine is no failure."""
-    if HURRIED:
+    if IS_MUTANT_RUN:
         count, more = min(count, 12), more | {"phases": (Phase.explicit, Phase.generate)}
     return settings(
         max_examples=count,
@@ -46,12 +46,12 @@ def byte_ids(of: Model) -> Mapping[int, int]:
     return found
 
 
-def in_bytes(text: str | bytes, of: Model) -> "array[int]":
+def byte_by_byte(text: str | bytes, of: Model) -> "array[int]":
     """A text in the ids of its single bytes: never canonical, and never normalised."""
     return ids(byte_ids(of)[byte] for byte in (text.encode() if isinstance(text, str) else text))
 
 
-def in_letters(text: str, of: Model) -> "array[int]":
+def letter_by_letter(text: str, of: Model) -> "array[int]":
     """A text letter by letter."""
     return ids(token for letter in text for token in of.spelled(letter))
 
@@ -72,7 +72,7 @@ WORDS = st.sampled_from(
     )
 )
 # What NFC changes: a compatibility ideograph, the angstrom sign, a letter with its accent apart.
-UNNORMAL = st.sampled_from(("\uf900", "\u212b", "e\u0301", "\u1100\u1161"))
+UNNORMALISED_TEXTS = st.sampled_from(("\uf900", "\u212b", "e\u0301", "\u1100\u1161"))
 HALVES = st.sampled_from((b"\xf0\x9f", b"\xe6\x97", b"\xc3", b"\x82", b"\xff"))
 VALUES = st.recursive(
     st.none()
@@ -80,7 +80,7 @@ VALUES = st.recursive(
     | st.integers(-(2**70), 2**70)
     | st.floats(allow_nan=False, allow_infinity=False)
     | WORDS
-    | UNNORMAL,
+    | UNNORMALISED_TEXTS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),
     max_leaves=4,
 )
@@ -90,7 +90,7 @@ NAMES = st.sampled_from(("look", "bash"))
 
 def called(of: Model, names: Any = NAMES) -> st.SearchStrategy["array[int]"]:
     """A call that can be read, in some spelling of its JSON."""
-    spellings = (in_letters, in_bytes, lambda text, of: of.spelled(text))
+    spellings = (letter_by_letter, byte_by_byte, lambda text, of: of.spelled(text))
 
     def spelled(said: tuple[Any, bool, Any, str, int]) -> "array[int]":
         arguments, ascii_only, separators, name, spelling = said
@@ -113,9 +113,9 @@ def pieces(of: Model) -> st.SearchStrategy["array[int]"]:
     anything = st.integers(0, of.tokenizer.vocab_size - 1).filter(lambda token: token not in stops)
     text = st.one_of(
         WORDS.map(lambda text: of.spelled(text)),
-        WORDS.map(lambda text: in_letters(text, of)),
-        (WORDS | UNNORMAL).map(lambda text: in_bytes(text, of)),
-        HALVES.map(lambda half: in_bytes(half, of)),
+        WORDS.map(lambda text: letter_by_letter(text, of)),
+        (WORDS | UNNORMALISED_TEXTS).map(lambda text: byte_by_byte(text, of)),
+        HALVES.map(lambda half: byte_by_byte(half, of)),
         st.lists(anything, max_size=6).map(ids),
     )
     thought = st.tuples(text, st.booleans()).map(

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from trainers_kit import group_of, make_turn, no_row, publish
+from trainers_kit import group_of, make_turn, publish, session_without_rows
 
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups import Group
@@ -66,7 +66,7 @@ class StandIn:
         count = spec.num_samples
         scored = [self.session(spec, number, several=number == count - 1) for number in range(1, count)]
         self.sessions += count
-        lost = no_row(status="interrupted", session_id=f"{self.sessions}-0")
+        lost = session_without_rows(status="interrupted", session_id=f"{self.sessions}-0")
         return group_of(*scored, lost=[lost])
 
     @torch.no_grad()

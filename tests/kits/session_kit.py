@@ -16,7 +16,7 @@ from typing import Any, cast
 import merge_toys as toys
 import trio
 from attrs import define, evolve, field
-from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, Program
+from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, ProgramFunction
 from memory_log import MemoryLog
 
 from polarnode.core import ports
@@ -28,7 +28,7 @@ from polarnode.core.trajectory import Built, Trajectory, Turn, Verdict
 from polarnode.evaluators.contract import Evaluator, Finished
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.harness import Harness
-from polarnode.journal.held import HeldResults
+from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Claim, Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
@@ -37,12 +37,12 @@ from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.admission import admitted
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
 from polarnode.rollouts.services import (
+    CachePlaces,
+    NoCachePlaces,
     NodeIdentity,
     NodeServices,
     SessionOrder,
-    SessionPlaces,
-    Stages,
-    UnboundedPlaces,
+    StageSlots,
 )
 from polarnode.rollouts.session import Session
 from polarnode.support.concurrency import PrioritySemaphore, open_background
@@ -67,10 +67,10 @@ class Notebook:
             raise self.refuse.pop(0)
         return 0.0
 
-    def session_started(self, identity: Identity) -> None:
+    def record_session(self, identity: Identity) -> None:
         self.started.append(identity)
 
-    def turn(self, turn: Turn) -> None:
+    def record_turn(self, turn: Turn) -> None:
         self.turns.append(turn)
 
     def turns_of(self, session_id: str) -> list[Turn]:
@@ -110,13 +110,13 @@ class Containers(MemoryRuntimes):
 
 
 @define(eq=False, repr=False)
-class Town:
+class MemoryNode:
     scheduler: Scheduler
     runtimes: Containers
     notes: Notebook
     log: MemoryLog
     sessions_by_key: LiveSessions
-    stages: Stages
+    stages: StageSlots
     nursery: trio.Nursery
     doors: "Counter[str]"
 
@@ -197,15 +197,15 @@ class Town:
 @asynccontextmanager
 async def town(
     tmp_path: Path,
-    programs: Mapping[str, Program] | None = None,
+    programs: Mapping[str, ProgramFunction] | None = None,
     *,
     live: int = 8,
     init: int = 8,
     run: int = 8,
     post: int = 8,
     warm: int = 2,
-    places: SessionPlaces | None = None,
-) -> AsyncIterator[Town]:
+    places: CachePlaces | None = None,
+) -> AsyncIterator[MemoryNode]:
     runtimes, notes, sessions_by_key, doors = (
         Containers(programs=dict(programs or {})),
         Notebook(),
@@ -214,7 +214,7 @@ async def town(
     )
     for program in runtimes.programs.values():
         setattr(program, "sessions_by_key", sessions_by_key)  # noqa: B010 - how a program in memory finds the session of its key
-    stages = Stages(
+    stages = StageSlots(
         live=PrioritySemaphore(limit=live),
         init=PrioritySemaphore(limit=init),
         run=PrioritySemaphore(limit=run),
@@ -225,14 +225,14 @@ async def town(
         journal=notes,
         runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
         stages=stages,
-        serve_endpoint=lambda session_id, door: _door(doors, session_id, door),
+        serve_endpoint=lambda session_id, door: _serve_door(doors, session_id, door),
         context_length=4096,
         log_dir=tmp_path,
         ensure_image=_ensure_image,
         drops_thinking=lambda new: any(message.role == "user" for message in new),
         judge=no_judge,
         allowed_imports=ALLOWED,
-        places=places or UnboundedPlaces(),
+        places=places or NoCachePlaces(),
     )
     async with trio.open_nursery() as nursery:
         log = MemoryLog(notes.turns_of)
@@ -249,7 +249,7 @@ async def town(
         joined = await log.join(NodeFacts(name="n0"))
         scheduler.incarnation = joined.incarnation
         async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
-            found = Town(scheduler, runtimes, notes, log, sessions_by_key, stages, nursery, doors)
+            found = MemoryNode(scheduler, runtimes, notes, log, sessions_by_key, stages, nursery, doors)
             yield found
             await found.over()
             await scheduler.registry.stop(cancel=False)
@@ -258,7 +258,7 @@ async def town(
 
 
 @asynccontextmanager
-async def _door(doors: "Counter[str]", session_id: str, door: socket) -> AsyncIterator[None]:
+async def _serve_door(doors: "Counter[str]", session_id: str, door: socket) -> AsyncIterator[None]:
     assert door.fileno() >= 0, "the door of a closed container"
     doors[session_id] += 1
     try:
@@ -268,7 +268,9 @@ async def _door(doors: "Counter[str]", session_id: str, door: socket) -> AsyncIt
 
 
 @asynccontextmanager
-async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tuple[Journal, Scheduler, Town]]:
+async def life(
+    path: Path, programs: Mapping[str, ProgramFunction]
+) -> AsyncIterator[tuple[Journal, Scheduler, MemoryNode]]:
     """A life of a node over containers in memory and the journal at `path`. Leaving it waits for the
     sessions.
     """
@@ -286,12 +288,12 @@ async def life(path: Path, programs: Mapping[str, Program]) -> AsyncIterator[tup
             yield journal, scheduler, place
             while scheduler.log.open_places > len(scheduler.registry.results.unwritten):  # noqa: ASYNC110
                 await trio.sleep(0.005)
-        await journal.flushed()
+        await journal.flush()
 
 
 @asynccontextmanager
 async def scheduling(
-    log: Log, services: NodeServices, place: Town, held: HeldResults | None = None
+    log: Log, services: NodeServices, place: MemoryNode, held: ResultStore | None = None
 ) -> AsyncIterator[Scheduler]:
     """A scheduler that claims from a log of its own, or from a shared one. Leaving it waits for the sessions
     that began.
@@ -372,13 +374,13 @@ def agent(
     ends: int | Exception | float = 0,
     says: str = "",
     endless: bool = False,
-) -> Program:
+) -> ProgramFunction:
     """A harness that makes `turns` turns of `each` seconds, prints, and ends with an exit code or an error;
     `endless`, it then sleeps for ever.
     """
 
     async def program(call: Call) -> int:
-        live = live_of(program, call)
+        live = session_of_call(program, call)
         history: list[Message] = [toys.user()]
         for _ in range(turns):
             turn = await ask(live, history, takes=each)
@@ -396,7 +398,7 @@ def agent(
     return program
 
 
-def live_of(program: Any, call: Call) -> LiveSession:
+def session_of_call(program: Any, call: Call) -> LiveSession:
     sessions_by_key: LiveSessions = program.sessions_by_key
     found = sessions_by_key.by_key(call.env["OPENAI_API_KEY"])
     assert found is not None
@@ -419,7 +421,7 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
         try:
             live.check_resumed(pending.plan, conversation)
         except ForkError:
-            live.lineages.abandon(pending.plan)
+            live.lineages.abandon_plan(pending.plan)
             return None
         if live.on_held is not None:
             asked = ModelRequest(provider="toy", model="m", conversation=conversation, sampling=Sampling())

@@ -15,7 +15,7 @@ import httpx2
 import psutil  # type: ignore[import-untyped]
 from attrs import define, field
 
-from polarnode.engine.embedded.building import STUBS
+from polarnode.engine.embedded.building import STUBS_FOLDER
 
 # a CPU without AMX: SGLang's documented out-of-tree platform, which polarnode registers
 ARGUMENTS = [
@@ -70,7 +70,7 @@ class SglangProcess:
             **os.environ,
             "SGLANG_PLATFORM": "polarnode_cpu",
             "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONPATH": str(STUBS),
+            "PYTHONPATH": str(STUBS_FOLDER),
             "CUDA_VISIBLE_DEVICES": "",
         }
         with self.log.open("ab") as log:

@@ -15,7 +15,7 @@ from attrs import define, field
 
 from polarnode.core.ports import Ended
 
-TESTBED = "/testbed"
+TESTBED_PATH = "/testbed"
 
 
 @define(eq=False, kw_only=True)
@@ -26,7 +26,7 @@ class ShellRuntime:
 
     folder: Path
     id: str = "shell"
-    workdir: str = TESTBED
+    workdir: str = TESTBED_PATH
     image_env: Mapping[str, str] = field(factory=dict)
     ran: list[tuple[str, ...]] = field(factory=list)
     ended: int = 0
@@ -81,7 +81,7 @@ class ShellRuntime:
         """An argument or input as it is on this machine; a script is left as it is but for the folder's
         own name.
         """
-        return text if "\n" in text else text.replace(TESTBED, str(self.folder))
+        return text if "\n" in text else text.replace(TESTBED_PATH, str(self.folder))
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import evolve
-from trainers_kit import no_row, one_row, two_rows
+from trainers_kit import one_row, session_of_two_rows, session_without_rows
 from trainers_program import ORACLES, taken
 from verl_program import Plain, methods
 
@@ -285,10 +285,10 @@ def main() -> None:
     install()
     import polarnode.integrations.skyrl as plug
 
-    lost, sliced = no_row("interrupted"), {"train_roles": ["main"], "max_row_tokens": 7}
+    lost, sliced = session_without_rows("interrupted"), {"train_roles": ["main"], "max_row_tokens": 7}
     several = {
-        "10": of("10", one_row(reward=1.0), two_rows(reward=0.0, lineage_rewards={1: 5.0}), lost),
-        "11": of("11", one_row(reward=0.5, config=sliced), two_rows(reward=-1.0), lost),
+        "10": of("10", one_row(reward=1.0), session_of_two_rows(reward=0.0, lineage_rewards={1: 5.0}), lost),
+        "11": of("11", one_row(reward=0.5, config=sliced), session_of_two_rows(reward=-1.0), lost),
         "12": of("12", lost, lost, lost),
     }
     single = {
@@ -296,7 +296,7 @@ def main() -> None:
         "11": of("11", one_row(reward=0.5), one_row(reward=0.5), one_row(reward=-1.0)),
     }
     over = evolve(one_row(reward=0.0), outcome=Outcome(status="timeout", clock="run"))
-    alone = {"10": of("10", lost, lost, two_rows(reward=1.0), lost)}
+    alone = {"10": of("10", lost, lost, session_of_two_rows(reward=1.0), lost)}
     ended = {"10": of("10", one_row(reward=1.0), over)}
     said = {
         "lone": [

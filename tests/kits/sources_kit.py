@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from polarnode.sources import Overrides, SourcedTask, Unread, read_source
+from polarnode.sources import Overrides, SourcedTask, UnreadTask, read_source
 
 DATA = Path(__file__).parents[1] / "data" / "sources"
 
 
-def items(path: Path, kind: Any = None, **overrides: Any) -> list[SourcedTask | Unread]:
+def items(path: Path, kind: Any = None, **overrides: Any) -> list[SourcedTask | UnreadTask]:
     return list(read_source(path, kind=kind, overrides=Overrides(**overrides)).items())
 
 
@@ -24,5 +24,5 @@ def task(path: Path, kind: Any = None, **overrides: Any) -> SourcedTask:
 def refusal(path: Path, kind: Any = None, **overrides: Any) -> str:
     """Why the only task of a path can not be read."""
     [found] = items(path, kind, **overrides)
-    assert isinstance(found, Unread), found
+    assert isinstance(found, UnreadTask), found
     return str(found.refused)

@@ -15,14 +15,14 @@ from typing import Any
 
 import dill  # type: ignore[import-untyped]
 
-from polarnode.core.ports import Steering
+from polarnode.core.ports import LogitSteering
 
 
-def forced(ids: Sequence[int], stop: int) -> Steering:
+def forced(ids: Sequence[int], stop: int) -> LogitSteering:
     """Say `ids`, then `stop`, whatever the model thinks. `stop` must be among the order's stop ids, or it is
     said until `max_tokens`.
     """
-    return Steering(processor=processor(), parameters={"force": [*ids], "stop": stop})
+    return LogitSteering(processor=processor(), parameters={"force": [*ids], "stop": stop})
 
 
 @functools.cache

@@ -34,11 +34,11 @@ KIMI = (
 )
 MINIMAX = ("[e~[", "]~b]", "<think>", "</think>", "<minimax:tool_call>", "</minimax:tool_call>")
 GEMMA = ("<turn|>", "<|turn>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
-_SECTIONS = {"section_open": 262, "section_close": 263, "separator": 264}
+_SECTION_MARKS = {"section_open": 262, "section_close": 263, "separator": 264}
 
 
 @frozen(eq=False)
-class Toy:
+class ToyModel:
     """A model whose ids are bytes, and from 256 on its control strings: the turn's end and start, then its
     marks.
     """
@@ -117,7 +117,7 @@ class Toy:
         )
 
 
-def toy(syntax: CallSyntax, control: Sequence[str], **marks: object) -> Toy:
+def toy(syntax: CallSyntax, control: Sequence[str], **marks: object) -> ToyModel:
     """A family; unless said otherwise its thoughts and calls stand between the ids 258 to 261."""
     usual: dict[str, object] = {
         "think_open": 258,
@@ -129,11 +129,11 @@ def toy(syntax: CallSyntax, control: Sequence[str], **marks: object) -> Toy:
     }
     usual |= {"turn_ends": frozenset([256]), "turn_starts": frozenset([257])}
     family = Family(name=syntax, call_syntax=syntax, **(usual | marks))  # type: ignore[arg-type]
-    return Toy(family, {text: 256 + place for place, text in enumerate(control)})
+    return ToyModel(family, {text: 256 + place for place, text in enumerate(control)})
 
 
 _NO_MARKS = {"think_open": None, "think_close": None, "call_open": None, "call_close": None}
-TOYS = {
+TOY_MODELS = {
     "json": toy("json", QWEN, call_in_thought="line"),
     "bare_json": toy("bare_json", LLAMA, **(_NO_MARKS | {"stop_ids": (256, 258), "call_open": 259})),
     "function_xml": toy("function_xml", QWEN, call_in_thought="line"),
@@ -146,9 +146,9 @@ TOYS = {
         turn_end=None,
         boundaries=frozenset([256, 262]),
     ),
-    "fenced": toy("fenced", DEEPSEEK, **_SECTIONS),
-    "separated": toy("separated", DEEPSEEK, **_SECTIONS),
-    "numbered": toy("numbered", KIMI, **_SECTIONS, call_in_thought="anywhere"),
+    "fenced": toy("fenced", DEEPSEEK, **_SECTION_MARKS),
+    "separated": toy("separated", DEEPSEEK, **_SECTION_MARKS),
+    "numbered": toy("numbered", KIMI, **_SECTION_MARKS, call_in_thought="anywhere"),
     "braces": toy("braces", GEMMA, think_label="thought\n"),
     "harmony": toy(
         "harmony",

@@ -22,29 +22,30 @@ from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway import call
 from polarnode.gateway.call_events import (
-    Abandon,
     Break,
+    ChunkProduced,
     ClientLeft,
+    CountRefusal,
+    CutCall,
     EndStream,
     EngineFailed,
     Event,
     KeepResponse,
-    Planned,
-    Produced,
     PromptRendered,
     RecordTurn,
     Render,
-    Requested,
+    RequestReceived,
     RequestRefused,
     Send,
     SessionEnded,
     StartGeneration,
 )
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.gateway.machine import Exchange, Terms, held_request
+from polarnode.gateway.machine import Exchange, ExchangeSettings, enforceable_request
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
-from polarnode.providers.contract import Envelope, Fault, ModelCallInfo, Reply
+from polarnode.merge.token_extras import CallExtras
+from polarnode.providers.contract import Fault, ModelCallInfo, Reply, RequestEnvelope
 from polarnode.providers.dialect import route
 
 T = TypeVar("T")
@@ -53,14 +54,14 @@ SECRET = b"talk kit, thirty-two bytes, ok.."
 CONTEXT = 60_000
 
 
-class Inline(call.Model):
+class InlineModel(call.Model):
     """Renders in place, however long the text."""
 
     async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
         return render()
 
 
-def driven(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
     """What a coroutine returns that never waits."""
     try:
         coroutine.send(None)
@@ -79,14 +80,13 @@ class Ask:
 
 
 @define(eq=False)
-class Asking:
+class CallInProgress:
     """One call under way. `sent` is what its client got, `ended` whether that is a whole answer, `fault` why
     there is none.
     """
 
     desk: "Desk"
     request: ModelRequest
-    plans: tuple[Plan, ...]
     exchange: Exchange
     key: str
     sent: bytes = b""
@@ -97,6 +97,10 @@ class Asking:
     spans: dict[int, list[VersionSpan]] = field(factory=dict)
     answers: tuple[Answer, ...] = ()
     broken: bool = False
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return self.exchange.plans
 
     @property
     def plan(self) -> Plan:
@@ -130,7 +134,7 @@ class Asking:
             finish_reason=finish,
             version_spans=tuple(spans),
         )
-        self.tell(Produced(chunk=chunk, at=self.desk.tick(), choice=choice))
+        self.tell(ChunkProduced(chunk=chunk, at=self.desk.tick(), choice=choice))
 
     def leave(self) -> None:
         self.tell(ClientLeft(at=self.desk.tick()))
@@ -147,16 +151,15 @@ class Asking:
 
     def obey(self, command: Any) -> None:
         match command:
-            case Render(plan):
-                self.tell(self.desk.rendered(self.request, plan))
+            case Render():
+                self.tell(self.desk.rendered(self.request, command))
             case StartGeneration(order=order, choice=choice):
                 self.orders[choice] = order
                 self.desk.asked(self.plans[choice], order)
             case RecordTurn(turn):
                 self.desk.commit(turn)
-            case Abandon(plan, fault):
-                self.desk.lineages.abandon(plan)
-                self.refused = fault or self.refused
+            case CountRefusal(fault):
+                self.refused = fault
             case KeepResponse(response):
                 self.answers = response.answers
                 if len(self.answers) == 1:
@@ -193,7 +196,7 @@ class Desk:
     session_id: str = "s"
     sampling: Sampling = field(factory=Sampling)
     lineages: Lineages = field(init=False)
-    served: Inline = field(init=False)
+    served: InlineModel = field(init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     prompts: "dict[int, array[int]]" = field(factory=dict, init=False)
     turns: list[Turn] = field(factory=list, init=False)
@@ -209,7 +212,7 @@ class Desk:
             if self.tokenizer is None
             else type(self.model.template)(tokenizer, self.model.family)
         )
-        self.served = Inline(
+        self.served = InlineModel(
             id="m",
             engine=None,
             template=template,
@@ -227,7 +230,7 @@ class Desk:
         path, _, query = ask.path.partition("?")
         found = route("POST", path, ask.headers)
         assert found is not None
-        envelope = Envelope(
+        envelope = RequestEnvelope(
             headers=ask.headers,
             model=found.model,
             stream=found.stream,
@@ -235,38 +238,32 @@ class Desk:
             query=query,
             memory=self.memory,
         )
-        return held_request(found.dialect.read(json.dumps(ask.body).encode(), envelope))
+        return enforceable_request(found.dialect.read(json.dumps(ask.body).encode(), envelope))
 
-    def begin(self, ask: Ask, *, resume: int | None = None) -> Asking:
+    def begin(self, ask: Ask, *, resume: int | None = None) -> CallInProgress:
         """A request up to its generation. `resume`: the cut turn whose answer goes on, as the model plane
         does for the same body.
         """
         request, key = self.read(ask), blake2b(json.dumps(ask.body).encode(), digest_size=16).hexdigest()
-        total = len(request.conversation.messages)
-        resumed = None if resume is None else self.lineages.resume(resume, total=total)
-        plan = resumed or self.lineages.plan(request.conversation, request_key=key, hints=request.hints)
-        plans = (plan, *self.lineages.also(plan, request.choices - 1))
-        asking = Asking(self, request, plans, self.exchange(ask, request), key)
-        asking.tell(Requested(at=self.tick(), wall=1000.0 + self._now))
-        asking.tell(
-            Planned(
-                plans=plans,
-                resumed_prefix=self.lineages.resumed_prefix(plan),
-                signature=self.lineages.references.signature(plan.index),
-            )
-        )
+        asking = CallInProgress(self, request, self.exchange(ask, request, key), key)
+        cut = None if resume is None else CutCall(resume)
+        asking.tell(RequestReceived(at=self.tick(), wall=1000.0 + self._now, undelivered=cut))
         return asking
 
-    def exchange(self, ask: Ask, request: ModelRequest) -> Exchange:
+    def exchange(self, ask: Ask, request: ModelRequest, key: str) -> Exchange:
         found, references = route("POST", ask.path.partition("?")[0], ask.headers), self.lineages.references
         assert found is not None
         self._calls += 1
-        terms = Terms(
+        terms = ExchangeSettings(
             session_id=self.session_id,
             dialect=found.dialect,
             call=ModelCallInfo(
                 request=request, id=f"{self._calls:032x}", created=1_700_000_000, signature=""
             ),
+            request_key=key,
+            lineages=self.lineages,
+            check_plan=lambda plan, conversation: None,
+            extras=lambda parent: CallExtras(),
             sampling=self.sampling,
             context_length=CONTEXT,
             token_room=None,
@@ -278,12 +275,13 @@ class Desk:
         )
         return Exchange(terms)
 
-    def rendered(self, request: ModelRequest, plan: Plan) -> PromptRendered | RequestRefused:
-        history = None if plan.parent is None else self.lineages.history(plan)
+    def rendered(self, request: ModelRequest, asked: Render) -> PromptRendered | RequestRefused:
+        new, threads = asked.plan.new, trio.CapacityLimiter(1)
+        prompt = self.served.prompt(
+            request.conversation, new, asked.history, threads=threads, prefill=asked.prefill
+        )
         try:
-            return driven(
-                self.served.prompt(request.conversation, plan.new, history, threads=trio.CapacityLimiter(1))
-            )
+            return run_without_waiting(prompt)
         except Refused as error:
             return RequestRefused(error=error)
 
@@ -297,7 +295,7 @@ class Desk:
 
     def say(
         self, ask: Ask, sample: Sequence[int], finish: str | None = None, *, pieces: Sequence[int] = ()
-    ) -> Asking:
+    ) -> CallInProgress:
         """Ask, sample, answer. `finish`: "stop" where the sample ends with a stop id, else "length"; `pieces`
         are the sizes of the first chunks.
         """
@@ -315,12 +313,13 @@ class Desk:
         """How a request would be planned and rendered, which nobody hears of."""
         request = self.read(ask)
         plan = self.lineages.plan(request.conversation, hints=request.hints)
+        history = None if plan.parent is None else self.lineages.history(plan)
         try:
-            rendered = self.rendered(request, plan)
+            rendered = self.rendered(request, Render(plan, history, plan.prefill))
             assert isinstance(rendered, PromptRendered), rendered
             return plan, rendered.prompt
         finally:
-            self.lineages.abandon(plan)
+            self.lineages.abandon_plan(plan)
 
     def turn(self, index: int) -> Turn:
         return next(turn for turn in self.turns if turn.index == index)

@@ -16,7 +16,15 @@ from typing import Any, Literal
 import torch
 from attrs import asdict
 from sampling_node import StandIn
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
+from trainers_kit import (
+    group_of,
+    make_turn,
+    one_row,
+    publish,
+    session_of_two_rows,
+    session_without_rows,
+    taught,
+)
 from trainers_program import taken as cut
 
 from polarnode.integrations import tinker as plugin
@@ -151,9 +159,9 @@ def flat(folder: str) -> Any:
     cloud = Cloud(folder)
     moved: list[int] = []
     cloud.optim_step = lambda params: moved.append(1)  # type: ignore[method-assign, assignment]
-    alike = [[one_row(reward=1.0), two_rows(sample_index=1, reward=1.0)], [one_row(reward=1.0)]]
+    alike = [[one_row(reward=1.0), session_of_two_rows(sample_index=1, reward=1.0)], [one_row(reward=1.0)]]
     plugin.rollout_groups = lambda settings, specs: [  # type: ignore[assignment]
-        group_of(*alike.pop(0), lost=[no_row(sample_index=2)])
+        group_of(*alike.pop(0), lost=[session_without_rows(sample_index=2)])
     ]
     steps = plugin.train(
         cloud,
@@ -211,8 +219,8 @@ def shapes() -> Any:
     group = group_of(
         one_row(reward=1.0),
         publish(turns, sample_index=1, reward=0.0, config={"max_row_tokens": 6}),
-        two_rows(sample_index=2, reward=0.5, lineage_rewards={1: 0.75}),
-        lost=[no_row(sample_index=3)],
+        session_of_two_rows(sample_index=2, reward=0.5, lineage_rewards={1: 0.75}),
+        lost=[session_without_rows(sample_index=3)],
     )
     return [
         {"input": datum.model_input.to_ints(), "advantages": datum.loss_fn_inputs["advantages"].tolist()}
@@ -222,7 +230,7 @@ def shapes() -> Any:
 
 def distilled() -> Any:
     """Of a group of equal rewards, whose teacher is surer of every token."""
-    group = group_of(taught(one_row()), taught(two_rows(sample_index=1)))
+    group = group_of(taught(one_row()), taught(session_of_two_rows(sample_index=1)))
     data = plugin.data_of([group], kl_penalty_coef=2.0)
     return [datum.loss_fn_inputs["advantages"].tolist() for datum in data]
 

@@ -20,7 +20,7 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
 
 
-def _general(name: str) -> x509.GeneralName:
+def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ip_address(name))
     except ValueError:
@@ -28,7 +28,7 @@ def _general(name: str) -> x509.GeneralName:
 
 
 @define(eq=False)
-class Authority:
+class CertificateAuthority:
     """A certificate authority; `pem` is the file that clients trust."""
 
     folder: Path
@@ -61,7 +61,7 @@ class Authority:
         made = self._builder(names[0], now - timedelta(days=6), now + timedelta(days=days))
         made = made.public_key(key.public_key())
         made = made.add_extension(
-            x509.SubjectAlternativeName([_general(each) for each in names]), critical=False
+            x509.SubjectAlternativeName([_general_name(each) for each in names]), critical=False
         )
         made = made.add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False

@@ -158,15 +158,15 @@ HOSTILE = (
 LETTERS = "abz <>|/\\\"'{}[]:_\n\t\u00e9\u65e5\U0001f642\ue5e5\ue5e6\u2028imendstartthink"
 
 
-def _harmless(text: str) -> bool:
+def _is_harmless(text: str) -> bool:
     return not any(hostile in text for hostile in HOSTILE)
 
 
-harmless = st.text(LETTERS, max_size=30).filter(_harmless)
+harmless = st.text(LETTERS, max_size=30).filter(_is_harmless)
 hostile = st.lists(
     st.sampled_from(HOSTILE) | st.sampled_from(("<|im_", "end|>", "<", "think>")) | harmless, max_size=5
 ).map("".join)
-names = st.text("abc_<|>", min_size=1, max_size=8).filter(_harmless)
+names = st.text("abc_<|>", min_size=1, max_size=8).filter(_is_harmless)
 
 
 def values(text: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
@@ -216,19 +216,19 @@ def mapped(conversation: Conversation, change: Callable[[str], str]) -> Conversa
     """The same conversation with every client string changed."""
     return evolve(
         conversation,
-        messages=mapped_messages(conversation.messages, change),
+        messages=map_messages(conversation.messages, change),
         tools=tuple(
             Tool(
                 name=change(tool.name),
                 description=change(tool.description),
-                parameters=_mapped(dict(tool.parameters), change),
+                parameters=_map_value(dict(tool.parameters), change),
             )
             for tool in conversation.tools
         ),
     )
 
 
-def mapped_messages(said: tuple[Message, ...], change: Callable[[str], str]) -> tuple[Message, ...]:
+def map_messages(said: tuple[Message, ...], change: Callable[[str], str]) -> tuple[Message, ...]:
     return tuple(
         evolve(
             message,
@@ -244,13 +244,13 @@ def mapped_messages(said: tuple[Message, ...], change: Callable[[str], str]) -> 
     )
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _map_value(value: Any, change: Callable[[str], str]) -> Any:
     match value:
         case str():
             return change(value)
         case list():
-            return [_mapped(item, change) for item in value]
+            return [_map_value(item, change) for item in value]
         case Mapping():
-            return {change(key): _mapped(item, change) for key, item in value.items()}
+            return {change(key): _map_value(item, change) for key, item in value.items()}
         case _:
             return value

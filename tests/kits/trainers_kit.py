@@ -120,7 +120,7 @@ def one_row(**more: Any) -> Trajectory:
     return publish([first, second], **more)
 
 
-def two_rows(**more: Any) -> Trajectory:
+def session_of_two_rows(**more: Any) -> Trajectory:
     """Two lineages, a row each."""
     first = make_turn(0, None, [10, 11], [20, 21])
     other = make_turn(1, None, [30, 31, 32], [40], versions=[("8", 1)], lineage=1)
@@ -137,7 +137,7 @@ def taught(trajectory: Trajectory) -> Trajectory:
     return evolve(trajectory, traces=tuple(traces))
 
 
-def no_row(status: Any = "error", **more: Any) -> Trajectory:
+def session_without_rows(status: Any = "error", **more: Any) -> Trajectory:
     """A session that ended before it sampled."""
     return publish([], outcome=Outcome(status=status, reason="it was so"), reward=None, **more)
 

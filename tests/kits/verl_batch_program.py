@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from attrs import evolve
-from trainers_kit import make_turn, no_row, publish
+from trainers_kit import make_turn, publish, session_without_rows
 from trainers_program import taken
 from verl_program import (
     CONFIG,
@@ -60,7 +60,7 @@ class Meta:
 def session(number: int, rows: int, reward: float | None) -> Trajectory:
     """A session of so many rows, each longer than the one before."""
     if reward is None:
-        return no_row("interrupted", sample_index=number % 4)
+        return session_without_rows("interrupted", sample_index=number % 4)
     turns = [
         make_turn(index, None, [index + 1, 2], [30 + place for place in range(2 + index)], lineage=index)
         for index in range(rows)

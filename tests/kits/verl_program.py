@@ -20,7 +20,7 @@ import numpy as np
 import pydantic
 import torch
 from attrs import evolve
-from trainers_kit import no_row, one_row, taught, two_rows
+from trainers_kit import one_row, session_of_two_rows, session_without_rows, taught
 from trainers_program import ORACLES, taken
 
 from polarnode.core.task import GroupSpec
@@ -155,10 +155,10 @@ def sessions() -> list[Trajectory]:
     sliced = {"train_roles": ["main"], "max_row_tokens": 7}
     return [
         versions(one_row(reward=1.0), "r-0a-"),
-        versions(taught(two_rows(reward=0.0, lineage_rewards={1: 5.0})), "r-0a-"),
+        versions(taught(session_of_two_rows(reward=0.0, lineage_rewards={1: 5.0})), "r-0a-"),
         versions(one_row(reward=0.25, config=sliced), "r-0a-"),
-        evolve(no_row("failed"), reward=0.0),
-        no_row("interrupted"),
+        evolve(session_without_rows("failed"), reward=0.0),
+        session_without_rows("interrupted"),
     ]
 
 

@@ -17,7 +17,7 @@ TEXT = """a client wrote: the answer is 42,  and then it   looked at {"name": "l
 user model system start of turn end look at the file with the tool and say what is in it
 caf\u00e9 \u65e5\u672c\u8a9e def look(path): return open(path).read()\n\n\n"""
 CONTROL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>")
-ORDINARY = ("[multimodal]", "\n", "\n\n", "\u2581\u2581", "<table>")
+ORDINARY_TOKENS = ("[multimodal]", "\n", "\n\n", "\u2581\u2581", "<table>")
 TEMPLATE = """{{ bos_token }}{%- for m in messages %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content + '<end_of_turn>\\n' }}
 {%- endfor %}{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
@@ -36,11 +36,11 @@ def write_folder(folder: Path, tokenizer: Tokenizer | dict[str, Any], template: 
 
 def bpe() -> dict[str, Any]:
     """BPE with byte fallback, as Gemma's: its JSON, to be changed freely."""
-    told: dict[str, Any] = json.loads(_bpe())
+    told: dict[str, Any] = json.loads(_trained_bpe())
     return told
 
 
-def unigram() -> dict[str, Any]:
+def unigram_json() -> dict[str, Any]:
     """Unigram with byte fallback; it knows each letter and each byte, and looks its control tokens up like
     words.
     """
@@ -64,17 +64,17 @@ def _spelled(tokenizer: Tokenizer) -> None:
 
 
 @cache
-def _bpe() -> str:
+def _trained_bpe() -> str:
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     _spelled(tokenizer)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    first = [*CONTROL, *ORDINARY, *(f"<0x{byte:02X}>" for byte in range(256))]
+    first = [*CONTROL, *ORDINARY_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=first, show_progress=False)  # type: ignore[no-untyped-call]
     tokenizer.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     told = json.loads(tokenizer.to_str())
     special = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
     told["added_tokens"] = [
         {"id": told["model"]["vocab"][text], "content": text, "special": text in CONTROL, **special}
-        for text in (*CONTROL, *ORDINARY)
+        for text in (*CONTROL, *ORDINARY_TOKENS)
     ]
     return json.dumps(told)

@@ -18,8 +18,8 @@ from log_kit import open_postgres
 
 from polarnode.api.app import Extension, control_plane
 from polarnode.api.proxy import PassingRoutes, open_others
-from polarnode.api.routes import AdapterRoutes, Routes, WeightsRoutes
-from polarnode.api.weight_files import WeightFiles
+from polarnode.api.routes import AdapterRoutes, ControlRoutes, WeightsRoutes
+from polarnode.api.weight_files import WeightFileRoutes
 from polarnode.api.weight_nodes import ModelNodes, WeightNodeRoutes
 from polarnode.engine.adapter_store import AdapterStore
 from polarnode.engine.engines import Engines, open_engines
@@ -27,7 +27,7 @@ from polarnode.engine.following import Following
 from polarnode.engine.host import Loaded
 from polarnode.engine.memory import EngineControl
 from polarnode.engine.protocol import Simulation
-from polarnode.engine.settings import EngineSettings, Simulated
+from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.engine.weight_copies import Copies
 from polarnode.engine.weights import Weights, last_weights, open_weights
 from polarnode.http.server import Address, listening_socket, open_server
@@ -119,7 +119,7 @@ async def open_weights_plane(
         taken = Copies(log=log, folder=copies, token="secret")
         following = Following(weights, store, taken, lambda: joined)
         await stack.enter_async_context(open_background(following.run))
-        files = WeightFiles(weights, store)
+        files = WeightFileRoutes(weights, store)
         rows = (
             *WeightsRoutes(weights=weights, control=control).rows(),
             *AdapterRoutes(store=store).rows(),
@@ -130,7 +130,7 @@ async def open_weights_plane(
         rows = tuple(PassingRoutes(others).rows(WeightNodeRoutes(nodes).rows(rows)))
         sglang = evolve(sglang, rows=tuple(SglangNodes(nodes).rows(sglang.rows)))
         app = control_plane(
-            Routes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
+            ControlRoutes(service=node).rows(), token="secret", extensions=[Extension(rows=rows), sglang]
         )
         async with open_server(app, listener):
             yield Plane(Caller(url=url), engines, weights, journal, store, reports, log, following)
@@ -150,7 +150,7 @@ def simulated_tiny(folder: Path, *, lora_rank: int = 0) -> EngineSettings:
     """A fast engine of random answers over the project's model."""
     model = load_model(TINY_MODEL)
     fast = Simulation(tokens_per_s=100, first_token_s=0, prefill_tokens_per_s=0)
-    engine = Simulated(
+    engine = SimulatedEngine(
         simulation=fast, marks=simulated_marks(model.family), vocab_size=model.tokenizer.vocab_size
     )
     return EngineSettings(

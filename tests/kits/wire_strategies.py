@@ -24,15 +24,15 @@ from polarnode.core.trajectory import (
 )
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=8)
-INT32 = st.integers(-(2**31), 2**31 - 1)
-FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+INT32_STRATEGY = st.integers(-(2**31), 2**31 - 1)
+FLOAT32_STRATEGY = st.floats(width=32, allow_nan=False, allow_infinity=False)
 SECONDS = st.floats(0, 1e10, allow_nan=False)
-JSON_MAPS: st.SearchStrategy[Any] = st.dictionaries(
+JSON_MAP_STRATEGY: st.SearchStrategy[Any] = st.dictionaries(
     TEXTS,
     st.none() | st.booleans() | st.integers(-9, 9) | TEXTS | st.lists(st.integers(0, 3), max_size=2),
     max_size=3,
 )
-IDS = st.lists(INT32, max_size=12).map(ids)
+IDS = st.lists(INT32_STRATEGY, max_size=12).map(ids)
 SPANS = st.lists(
     st.builds(VersionSpan, version=TEXTS, start=st.integers(0, 9), end=st.integers(0, 9)), max_size=2
 ).map(tuple)
@@ -62,13 +62,13 @@ MESSAGES = st.builds(
     thinking=TEXTS,
 )
 TOOLS = st.sampled_from(["", '[{"name":"bash","description":"","parameters":{"type":"object"}}]'])
-HEARD = st.builds(
+NEW_MESSAGES_STRATEGY = st.builds(
     NewMessages,
     messages=st.lists(MESSAGES, max_size=2).map(tuple),
     tools=TOOLS,
     thinking=st.none() | st.booleans(),
 )
-SEEDS = st.integers(0, 2**16)
+SEED_STRATEGY = st.integers(0, 2**16)
 
 
 def top(rows: int, seed: int) -> TopLogprobs:
@@ -94,12 +94,16 @@ def routes(seed: int) -> RoutedExperts:
     )
 
 
-USAGES = st.builds(Usage, prompt_tokens=st.integers(0, 9), cached_tokens=st.integers(0, 9))
+USAGE_STRATEGY = st.builds(Usage, prompt_tokens=st.integers(0, 9), cached_tokens=st.integers(0, 9))
 
 
 @st.composite
 def turns(
-    draw: st.DrawFn, *, index: int = 0, session_id: str = "s", logprob: st.SearchStrategy[float] = FLOAT32
+    draw: st.DrawFn,
+    *,
+    index: int = 0,
+    session_id: str = "s",
+    logprob: st.SearchStrategy[float] = FLOAT32_STRATEGY,
 ) -> Turn:
     sampled = draw(IDS)
     return Turn(
@@ -124,17 +128,17 @@ def turns(
         request_key=draw(TEXTS),
         before_key=draw(TEXTS),
         message_key=draw(TEXTS),
-        new_messages=draw(st.none() | HEARD),
+        new_messages=draw(st.none() | NEW_MESSAGES_STRATEGY),
         answer=draw(st.none() | ANSWERS),
         asked=draw(SAMPLINGS),
         used=draw(SAMPLINGS),
-        usage=draw(USAGES),
+        usage=draw(USAGE_STRATEGY),
         started=draw(SECONDS),
         first_token_s=draw(st.none() | SECONDS),
         ended_s=draw(SECONDS),
         notes=draw(st.lists(TEXTS, max_size=2).map(tuple)),
-        top=draw(st.none() | SEEDS.map(lambda seed: top(len(sampled), seed))),
-        routed=draw(st.none() | SEEDS.map(routes)),
+        top=draw(st.none() | SEED_STRATEGY.map(lambda seed: top(len(sampled), seed))),
+        routed=draw(st.none() | SEED_STRATEGY.map(routes)),
     )
 
 
@@ -192,7 +196,7 @@ def sliced(trace: Trace, span: int) -> Trace:
 
 
 @st.composite
-def wild_traces(draw: st.DrawFn, count: int) -> Trace:
+def any_trace(draw: st.DrawFn, count: int) -> Trace:
     """Arrays that agree with no turn."""
     token_ids = draw(IDS)
     size = len(token_ids)
@@ -203,7 +207,7 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
         lineage=draw(st.integers(0, 3)),
         token_ids=token_ids,
         loss_mask=mask,
-        logprobs=floats(draw(st.lists(FLOAT32, min_size=size, max_size=size))),
+        logprobs=floats(draw(st.lists(FLOAT32_STRATEGY, min_size=size, max_size=size))),
         prompt_length=draw(st.integers(0, 9)),
         turn_spans=tuple(draw(st.lists(span, max_size=2))),
         version_spans=draw(SPANS),
@@ -214,11 +218,11 @@ def wild_traces(draw: st.DrawFn, count: int) -> Trace:
         part=draw(st.integers(0, 2)),
         parts=draw(st.integers(1, 3)),
         over_long=draw(st.booleans()),
-        top=draw(st.none() | SEEDS.map(lambda seed: top(seed % 4, seed))),
-        routed=draw(st.none() | SEEDS.map(routes)),
+        top=draw(st.none() | SEED_STRATEGY.map(lambda seed: top(seed % 4, seed))),
+        routed=draw(st.none() | SEED_STRATEGY.map(routes)),
         teacher_logprobs=draw(
             st.none()
-            | st.lists(FLOAT32, max_size=size + 1).map(floats)
+            | st.lists(FLOAT32_STRATEGY, max_size=size + 1).map(floats)
             | st.just(floats(-0.5 * (each == 1) for each in mask))
         ),
         missing_extras=draw(st.lists(TEXTS, max_size=2).map(tuple)),
@@ -235,7 +239,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         else []
     )
     honest = [sliced(trace, draw(st.integers(0, 3))) for trace in whole]
-    wild = draw(st.lists(wild_traces(count), max_size=2))
+    wild = draw(st.lists(any_trace(count), max_size=2))
     return Trajectory(
         session_id="s",
         task_id=draw(TEXTS),
@@ -255,13 +259,13 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         left_out=draw(
             st.lists(st.builds(LeftOut, turn=st.integers(0, 9), reason=TEXTS), max_size=2).map(tuple)
         ),
-        metrics=draw(JSON_MAPS),
+        metrics=draw(JSON_MAP_STRATEGY),
         timing=draw(st.builds(Timing, init_s=SECONDS, run_s=SECONDS)),
         harness=draw(TEXTS),
         harness_version=draw(st.none() | TEXTS),
         model=draw(TEXTS),
         node=draw(TEXTS),
-        metadata=draw(JSON_MAPS),
+        metadata=draw(JSON_MAP_STRATEGY),
         attempt=draw(st.integers(0, 3)),
         retried_as=draw(st.none() | TEXTS),
         staleness=draw(st.none() | st.integers(0, 9)),

@@ -17,7 +17,7 @@ from steering import turns_so_far, written
 from tokens_kit import TINY
 
 from polarnode.containers.runtime import PodmanRuntime
-from polarnode.containers.runtimes import Runtimes
+from polarnode.containers.runtimes import NodeRuntimes
 from polarnode.core.conversation import Sampling
 from polarnode.core.ports import Endpoint, GenerateOrder, HarnessOrder, Launch
 from polarnode.core.task import Budgets, RuntimeSpec
@@ -80,7 +80,7 @@ class ForkEngine(ScriptedEngine):
 class ForkBench:
     """Sessions of one model in containers of `runtimes`."""
 
-    runtimes: Runtimes
+    runtimes: NodeRuntimes
     folder: Path
     harness: str
     settings: dict[str, Any]

@@ -195,6 +195,6 @@ def an_orderly_stop(node: ServingNode, reader: Reader) -> None:
 async def published(state_dir: Path, sessions: list[str]) -> list[Trajectory]:
     """What the journal of a node that is over holds for whoever reads it next."""
     async with open_journal(state_dir / "journal.sqlite", now=time.time) as journal:
-        assert await journal.unfinished() == ()
+        assert await journal.unfinished_sessions() == ()
         found = [await journal.trajectory(session) for session in sessions]
     return [trajectory for trajectory in found if trajectory is not None]

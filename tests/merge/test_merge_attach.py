@@ -10,7 +10,7 @@ from merge_toys import Session, ask, renamed, rendered, said, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
 from polarnode.merge.attach import References, attach
-from polarnode.merge.fingerprint import Memo
+from polarnode.merge.fingerprint import FingerprintCache
 from polarnode.merge.ledger import Ledger
 
 ARGUMENTS = '{"command": "ls -la", "timeout": 1.0, "quiet": true, "depth": 1}'
@@ -280,7 +280,11 @@ def test_twins_are_told_apart_by_what_lies_above_them() -> None:
 
 def test_an_empty_session_matches_nothing() -> None:
     found = attach(
-        ask(system(), user()), "agent-1", ledger=Ledger(), references=References("s", b"k"), memo=Memo()
+        ask(system(), user()),
+        "agent-1",
+        ledger=Ledger(),
+        references=References("s", b"k"),
+        memo=FingerprintCache(),
     )
     assert (found.parent, found.matched, found.notes) == (None, 0, ())
     assert found.path.agent != "-"

@@ -11,7 +11,14 @@ from polarnode.core.conversation import Json, Message
 from polarnode.core.errors import InvariantViolated, Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Built, LeftOut, Trace, Turn, TurnSpan
-from polarnode.merge.builders import OVERSIZE, SESSION_TOKENS, build, per_request, prefix_merging, prompt_ids
+from polarnode.merge.builders import (
+    MAX_SESSION_TOKENS,
+    OVERSIZE_REASON,
+    build,
+    per_request,
+    prefix_merging,
+    prompt_ids,
+)
 from polarnode.merge.invariants import check, is_whole
 from polarnode.merge.selection import NAMES, Settings, read_settings, select
 
@@ -75,7 +82,7 @@ def test_rows_beyond_the_size_of_a_session_are_not_made(builder: Callable[..., B
     assert len(lengths) == 4
     built = builder(turns, {}, most_tokens=sum(lengths[:2]))
     assert rows(built) == [[0], [1]]
-    assert left(built) == {2: OVERSIZE, 3: OVERSIZE}
+    assert left(built) == {2: OVERSIZE_REASON, 3: OVERSIZE_REASON}
     assert check(turns, built).trainable == sum(len(turn.sampled) for turn in turns[:2])
 
 
@@ -86,7 +93,7 @@ def test_a_turn_of_a_row_that_is_not_made_is_trained_in_another() -> None:
     assert short < long
     built = prefix_merging(session.turns, {}, most_tokens=short)
     assert [trained(trace) for trace in built.traces] == [[0, 4]]
-    assert left(built) == {1: OVERSIZE, 2: OVERSIZE, 3: OVERSIZE}
+    assert left(built) == {1: OVERSIZE_REASON, 2: OVERSIZE_REASON, 3: OVERSIZE_REASON}
     check(session.turns, built)
 
 
@@ -94,7 +101,7 @@ def test_a_session_is_built_within_its_size(monkeypatch: pytest.MonkeyPatch) -> 
     turns = siblings().turns
     [first, *_] = prefix_merging(turns, {}).traces
     for builder in (prefix_merging, per_request):
-        assert builder.__kwdefaults__ == {"most_tokens": SESSION_TOKENS}
+        assert builder.__kwdefaults__ == {"most_tokens": MAX_SESSION_TOKENS}
         monkeypatch.setitem(builder.__kwdefaults__, "most_tokens", len(first.token_ids))
         built = build(BuilderSpec(name=builder.__name__), turns)
         assert rows(built) == [[0]]

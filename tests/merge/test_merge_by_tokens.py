@@ -15,7 +15,7 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check_turns
-from polarnode.merge.token_forest import Counts, Forest, Hasher, Sessions, read_call
+from polarnode.merge.token_forest import Counts, PrefixHasher, Sessions, TurnForest, read_call
 
 
 def call(turn: Any, prompt: Sequence[int], sampled: Sequence[int], session: Any = "s", **more: Any) -> Json:
@@ -190,7 +190,7 @@ def test_a_branch_off_every_branch_needs_no_recursion() -> None:
 
 
 def test_turns_are_whole_as_our_own_are() -> None:
-    forest = Forest(Hasher())
+    forest = TurnForest(PrefixHasher())
     for line, each in enumerate(
         [call("a", [1], [2]), call("b", [1, 2, 3], [4]), call("c", [1, 2, 5], [6])], 1
     ):
@@ -277,7 +277,7 @@ def test_the_laws_hold_on_whatever_comes_in_as_few_rows_as_can_be(calls: list[Js
 
 def blind() -> Sessions:
     """Sessions whose hash tells no two texts of one length apart."""
-    return Sessions(hasher=Hasher(weights=numpy.zeros(1024, dtype=numpy.uint64)))
+    return Sessions(hasher=PrefixHasher(weights=numpy.zeros(1024, dtype=numpy.uint64)))
 
 
 @settings(max_examples=200, deadline=None)

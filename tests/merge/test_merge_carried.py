@@ -14,15 +14,15 @@ from polarnode.core.task import CarrySpec
 from polarnode.core.trajectory import Trace, Turn, TurnSpan, VersionSpan
 from polarnode.merge.token_extras import (
     CUT,
-    LIMIT,
+    SIZE_LIMIT_REASON,
     CallExtras,
     RowExtras,
     SessionExtras,
     TurnExtras,
     note,
-    routed_of,
     row_extras,
-    top_of,
+    row_routed_experts,
+    row_top_logprobs,
     turn_extras,
     versions_of,
 )
@@ -81,11 +81,17 @@ def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_
 
 def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
     whole = line()
-    cut = turn(0, None, 3, 2, notes=("closed: x", note("routed_experts", CUT), note("top_logprobs", LIMIT)))
+    cut = turn(
+        0,
+        None,
+        3,
+        2,
+        notes=("closed: x", note("routed_experts", CUT), note("top_logprobs", SIZE_LIMIT_REASON)),
+    )
     lost = row_extras([cut, whole[1]], {0, 1})
     assert (lost.top, lost.routed) == (None, None)
     assert lost.missing_extras == (
-        f"top_logprobs: turn 0 has none: {LIMIT}",
+        f"top_logprobs: turn 0 has none: {SIZE_LIMIT_REASON}",
         f"routed_experts: turn 0 has none: {CUT}",
     )
     assert row_extras([cut, whole[1]], {1}).top == whole[1].top  # what is context needs none
@@ -101,12 +107,12 @@ def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
 
 def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_there() -> None:
     cut = turn(0, None, 3, 2, notes=(note("routed_experts", CUT),))
-    assert routed_of([cut, turn(1, 0, 2, 3, before=5, routed=experts(0, 9))]) == experts(0, 9)
+    assert row_routed_experts([cut, turn(1, 0, 2, 3, before=5, routed=experts(0, 9))]) == experts(0, 9)
     twice = [
         turn(0, None, 3, 2, routed=experts(0, 4)),
         turn(1, 0, 2, 3, before=5, routed=experts(0, 9, mark=100)),
     ]
-    found = routed_of(twice)
+    found = row_routed_experts(twice)
     assert found is not None
     assert found.data == experts(0, 4).data + experts(4, 9, mark=100).data
 
@@ -121,9 +127,9 @@ def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_the
 )
 def test_rows_of_another_shape_are_no_row(changed: dict[str, Any]) -> None:
     first, second = line()
-    assert routed_of([first, turn(1, 0, 2, 3, before=5, routed=experts(4, 9, **changed))]) is None
+    assert row_routed_experts([first, turn(1, 0, 2, 3, before=5, routed=experts(4, 9, **changed))]) is None
     assert second.routed is not None
-    assert top_of([first, turn(1, 0, 2, 3, before=5, top=likely(0, 3, k=3))], {0, 1}) is None
+    assert row_top_logprobs([first, turn(1, 0, 2, 3, before=5, top=likely(0, 3, k=3))], {0, 1}) is None
 
 
 def test_a_row_of_two_bytes_is_twice_as_wide() -> None:
@@ -159,7 +165,7 @@ def test_rows_that_follow_their_carrier_have_no_gap(steps: list[tuple[int, int, 
         chain.append(turn(index, parent, delta, sampled, before=before, routed=rows))
         carrier.add(chain[-1])
         before, parent = end, index
-    assert routed_of(chain) == experts(0, before - 1)
+    assert row_routed_experts(chain) == experts(0, before - 1)
     assert carrier.covered(parent) == before - 1
 
 
@@ -205,7 +211,10 @@ def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None
     carrier.add(line()[1])
     asked = carrier.carry(1)
     assert (asked.top_logprobs, asked.routed_from) == (0, None)
-    assert asked.notes == (f"not carried: top_logprobs: {LIMIT}", f"not carried: routed_experts: {LIMIT}")
+    assert asked.notes == (
+        f"not carried: top_logprobs: {SIZE_LIMIT_REASON}",
+        f"not carried: routed_experts: {SIZE_LIMIT_REASON}",
+    )
     carrier.add(turn(2, 1, 1, 1, before=10, notes=asked.notes))
     assert carrier.metrics()["uncarried_turns"] == 1
 
@@ -237,6 +246,10 @@ def test_a_turn_says_what_it_does_not_hold() -> None:
         top=[likely(0, 2)],
         routed=experts(0, 4),
     )
-    assert full == TurnExtras(notes=(note("top_logprobs", LIMIT), note("routed_experts", LIMIT)))
-    before = turn_extras(CallExtras(notes=(note("top_logprobs", LIMIT),)), sampled=2, top=[], routed=None)
-    assert before == TurnExtras(notes=(note("top_logprobs", LIMIT),))
+    assert full == TurnExtras(
+        notes=(note("top_logprobs", SIZE_LIMIT_REASON), note("routed_experts", SIZE_LIMIT_REASON))
+    )
+    before = turn_extras(
+        CallExtras(notes=(note("top_logprobs", SIZE_LIMIT_REASON),)), sampled=2, top=[], routed=None
+    )
+    assert before == TurnExtras(notes=(note("top_logprobs", SIZE_LIMIT_REASON),))

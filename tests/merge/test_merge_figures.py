@@ -6,7 +6,7 @@ from merge_toys import Session, ask, system, told, user
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import LeftOut
 from polarnode.merge.builders import build
-from polarnode.merge.figures import ALONE, BY_WORD, lineage_figures, summed
+from polarnode.merge.figures import ALONE, WORD_COUNTS, lineage_figures, summed
 
 
 def played() -> Session:
@@ -51,7 +51,7 @@ def test_notes_and_malformed_calls_are_counted() -> None:
 
 def test_a_session_without_turns_has_every_name() -> None:
     found = lineage_figures([], [], thinking="keep")
-    assert set(found) == {*ALONE, *BY_WORD, "thinking", "prefix_hit_rate"}
+    assert set(found) == {*ALONE, *WORD_COUNTS, "thinking", "prefix_hit_rate"}
     assert found["prefix_hit_rate"] == 0.0
 
 

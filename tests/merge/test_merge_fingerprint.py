@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from polarnode.core.conversation import Conversation, Json, Message, Tool, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.merge.fingerprint import (
-    NONE,
-    Memo,
+    NO_KEY,
+    FingerprintCache,
     Path,
     advance,
     canonical_arguments,
@@ -23,7 +23,7 @@ from polarnode.merge.fingerprint import (
     tools_key,
 )
 
-ROOT = root_key(NONE, "d")
+ROOT = root_key(NO_KEY, "d")
 NUMBERS = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False))
 VALUES: st.SearchStrategy[Json] = st.recursive(
     st.one_of(st.none(), st.booleans(), NUMBERS, st.text()),
@@ -252,7 +252,7 @@ def tool(**changes: object) -> Tool:
 
 
 def test_no_tools_have_no_key() -> None:
-    assert tools_key(()) == NONE
+    assert tools_key(()) == NO_KEY
 
 
 @pytest.mark.parametrize(
@@ -291,13 +291,13 @@ def test_a_bottomless_schema_is_refused_with_its_path() -> None:
         tools_key([tool(parameters=deep)])
     assert caught.value.path == "$.tools"
     with pytest.raises(Refused):
-        Memo().tools_key([tool(parameters=deep)])
+        FingerprintCache().tools_key([tool(parameters=deep)])
 
 
 def test_the_thinking_flag_is_in_the_root() -> None:
     letters = {thinking_letter(Conversation(messages=(), thinking=flag)) for flag in (None, True, False)}
     assert letters == {"d", "y", "n"}
-    assert len({root_key(NONE, letter) for letter in letters}) == 3
+    assert len({root_key(NO_KEY, letter) for letter in letters}) == 3
 
 
 # ── memo, path, label ─────────────────────────────────────────────────────────
@@ -305,7 +305,7 @@ def test_the_thinking_flag_is_in_the_root() -> None:
 
 @given(arguments=st.lists(st.one_of(VALUES.map(json.dumps), st.text()), max_size=6))
 def test_a_memo_says_what_the_function_says(arguments: list[str]) -> None:
-    memo = Memo()
+    memo = FingerprintCache()
     for _ in range(2):
         assert [memo.canonical(text) for text in arguments] == [
             canonical_arguments(text) for text in arguments
@@ -313,14 +313,14 @@ def test_a_memo_says_what_the_function_says(arguments: list[str]) -> None:
 
 
 def test_a_memo_tells_true_from_one_and_takes_numbers_of_any_size() -> None:
-    memo = Memo()
+    memo = FingerprintCache()
     lists = [[tool(parameters={"n": value})] for value in (1, True, 1.0, 2**70, "1")]
     assert [memo.tools_key(tools) for tools in lists] == [tools_key(tools) for tools in lists]
     assert memo.tools_key(lists[0]) == memo.tools_key(lists[2]) != memo.tools_key(lists[1])
 
 
 def test_a_memo_is_bounded() -> None:
-    memo = Memo()
+    memo = FingerprintCache()
     for number in range(20_000):
         memo.canonical(str(number))
     assert len(memo._arguments) <= 8192
@@ -332,11 +332,11 @@ def test_a_memo_is_bounded() -> None:
 
 
 def test_a_path_is_read_as_it_was_written() -> None:
-    path = Path(agent=label("a.b"), tools=NONE, thinking="d", system="1" * 8, opening="2" * 8, key="3" * 32)
+    path = Path(agent=label("a.b"), tools=NO_KEY, thinking="d", system="1" * 8, opening="2" * 8, key="3" * 32)
     assert Path.read(path.text) == path
 
 
 def test_labels_are_short_and_none_is_none() -> None:
-    assert label("") == NONE
+    assert label("") == NO_KEY
     assert len(label("agent-7")) == 8
     assert label("agent-7") != label("agent-8")

@@ -8,7 +8,7 @@ from merge_toys import ASK, END, ROLES, START, Session, ask, rendered, said, sys
 
 from polarnode.core.arrays import ids
 from polarnode.merge import ledger as ledger_module
-from polarnode.merge.ledger import Ledger, attachable, chain, prompt_ids
+from polarnode.merge.ledger import Ledger, chain, is_attachable, prompt_ids
 
 
 def long_session(turns: int) -> Session:
@@ -63,7 +63,7 @@ def test_full_copies_are_few() -> None:
     kept = ledger_of(long_session(600))
     for index in range(70, 600, 7):
         kept.written(index)
-    assert 0 < len(kept._full) <= ledger_module._FULL_COPIES
+    assert 0 < len(kept._full) <= ledger_module._MAX_FULL_COPIES
 
 
 def test_thousands_of_turns_are_walked_and_not_recursed() -> None:
@@ -82,18 +82,18 @@ def test_thousands_of_turns_are_walked_and_not_recursed() -> None:
             )
         )
     assert len(made.written(5999)) == len(turn.prompt_delta) + len(turn.sampled) + 2 * 5999
-    assert len(list(made.ancestry(5999))) == 6000
+    assert len(list(made.walk_ancestors(5999))) == 6000
 
 
 def test_only_answers_can_be_attached_to() -> None:
     turn = long_session(1).turns[0]
-    assert attachable(turn)
-    assert attachable(evolve(turn, state="partial"))
-    assert not attachable(evolve(turn, state="failed"))
-    assert not attachable(evolve(turn, state="partial", answer=None))
+    assert is_attachable(turn)
+    assert is_attachable(evolve(turn, state="partial"))
+    assert not is_attachable(evolve(turn, state="failed"))
+    assert not is_attachable(evolve(turn, state="partial", answer=None))
     made = Ledger()
     made.add(evolve(turn, state="failed"))
-    assert list(made.answered_with(turn.message_key)) == []
+    assert list(made.find_by_answer(turn.message_key)) == []
     assert 0 in made.turns
 
 
@@ -101,7 +101,7 @@ def test_twins_have_one_key() -> None:
     session = Session()
     one, _ = session.say(ask(user()), "same")
     other, _ = session.say(ask(user()), "same")
-    assert list(ledger_of(session).answered_with(one.message_key)) == [0, 1]
+    assert list(ledger_of(session).find_by_answer(one.message_key)) == [0, 1]
     assert one.sampled != other.sampled
 
 

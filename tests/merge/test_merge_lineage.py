@@ -228,8 +228,8 @@ def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
     session, _, answer = started()
     conversation = ask(system(), user(), answer, told(answer.calls[0], "far too long"))
     plan = session.lineages.plan(conversation)
-    session.lineages.abandon(plan)
-    session.lineages.abandon(plan)
+    session.lineages.abandon_plan(plan)
+    session.lineages.abandon_plan(plan)
     after = session.lineages.plan(ask(system(), user(), answer, told(answer.calls[0], "short")))
     assert (plan.index, after.index) == (1, 2)
     assert after.kind == "extend"
@@ -239,7 +239,7 @@ def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
 
 def test_a_refused_first_request_is_not_the_first() -> None:
     session = Session()
-    session.lineages.abandon(
+    session.lineages.abandon_plan(
         session.lineages.plan(ask(user("far too long"), tools=()), hints={"agent": "a1"})
     )
     plan = session.lineages.plan(ask(user()))

@@ -53,12 +53,12 @@ def test_what_was_asked_stands_in_that_order() -> None:
 def test_a_cut_turn_can_go_on_while_there_is_room(state: str, limit: int | None, expected: bool) -> None:
     (turn,) = turns(1)
     cut = evolve(turn, state=state, sampled=turn.sampled[:2], used=Sampling(max_tokens=limit))
-    assert tree_of(cut).can_go_on(cut) is expected
+    assert tree_of(cut).can_continue(cut) is expected
 
 
 def test_a_cut_turn_that_was_extended_does_not_go_on() -> None:
     one, two = turns(2)
     cut = evolve(one, state="partial")
-    assert tree_of(cut).can_go_on(cut)
-    assert not tree_of(cut, two).can_go_on(cut)
-    assert tree_of(cut, evolve(two, state="failed", sampled=two.sampled[:0])).can_go_on(cut)
+    assert tree_of(cut).can_continue(cut)
+    assert not tree_of(cut, two).can_continue(cut)
+    assert tree_of(cut, evolve(two, state="failed", sampled=two.sampled[:0])).can_continue(cut)

@@ -3,18 +3,18 @@
 import pytest
 from merge_toys import Session, ask, system, user
 
-from polarnode.merge.attach import CHOICE, RESUMED, another, resumed
+from polarnode.merge.attach import EXTRA_CHOICE, RESUMED, choice_plan, resumed
 
 
 @pytest.mark.parametrize(("key", "expected"), [("body", "body.2"), ("", "")])
 def test_another_sample_is_a_sibling_and_no_retry(key: str, expected: str) -> None:
     plan = Session().begin(ask(system(), user()), request_key=key).plan
-    other = another(plan, index=4, lineage=3, number=2)
+    other = choice_plan(plan, index=4, lineage=3, number=2)
     assert (other.index, other.lineage, other.kind, other.reason, other.request_key) == (
         4,
         3,
         "root",
-        CHOICE,
+        EXTRA_CHOICE,
         expected,
     )
     assert (other.parent, other.new, other.before_key) == (plan.parent, plan.new, plan.before_key)
@@ -24,7 +24,7 @@ def test_another_sample_under_a_turn_is_a_branch() -> None:
     session = Session()
     _, one = session.say(ask(system(), user()), "one")
     plan = session.begin(ask(system(), user(), one, user("two"))).plan
-    assert another(plan, index=9, lineage=9, number=1).kind == "branch"
+    assert choice_plan(plan, index=9, lineage=9, number=1).kind == "branch"
 
 
 def test_a_resumed_plan_goes_on_where_the_cut_turn_stands() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.merge.attach import Located, References
+from polarnode.merge.attach import ProvenReference, References
 
 OURS = References("session-a", b"secret of the node")
 INDEXES = st.integers(min_value=0, max_value=0xFFFFFF)
@@ -29,16 +29,16 @@ def test_an_id_full_of_places_for_a_reference_signs_nothing(monkeypatch: pytest.
         return b"\0" * 32
 
     monkeypatch.setattr("polarnode.merge.attach.hmac.digest", digest)
-    assert ours.find_refs(["f" * 96, "0" * 96, "call_" + "000001" * 15, own]) == {0}
+    assert ours.find_turns(["f" * 96, "0" * 96, "call_" + "000001" * 15, own]) == {0}
     assert signed == 0
 
 
 def test_a_reference_that_was_never_given_out_is_not_believed() -> None:
     given_out = References("session-a", b"secret of the node").ref(5)
     asked = References("session-a", b"secret of the node")
-    assert asked.prove(given_out) is None
+    assert asked.find_turn(given_out) is None
     asked.ref(5)
-    assert asked.prove(given_out) == 5
+    assert asked.find_turn(given_out) == 5
 
 
 @given(
@@ -50,7 +50,7 @@ def test_a_call_id_fits_every_provider_and_is_proven(index: int, k: int, prefix:
     call_id = OURS.call_id(index, k, prefix)
     assert len(call_id) <= 40
     assert re.fullmatch(r"[A-Za-z0-9_-]+", call_id)
-    assert OURS.locate(call_id) == Located(index=index, rest=f"{k:02x}")
+    assert OURS.locate(call_id) == ProvenReference(index=index, rest=f"{k:02x}")
 
 
 def test_call_ids_of_a_session_are_unique() -> None:
@@ -77,7 +77,7 @@ def test_call_ids_of_a_session_are_unique() -> None:
 )
 @pytest.mark.parametrize("index", [0, 7, 0xABCDEF])
 def test_any_spelling_that_harnesses_return_is_proven(spell, index: int) -> None:  # type: ignore[no-untyped-def]
-    assert OURS.prove(spell(OURS.call_id(index, 3))) == index
+    assert OURS.find_turn(spell(OURS.call_id(index, 3))) == index
 
 
 @given(index=INDEXES)
@@ -92,7 +92,7 @@ def test_signatures_look_like_base64_and_are_proven_as_they_are_or_decoded(index
         OURS.ref(index),
         urlsafe_b64encode(OURS.ref(index).encode()).decode(),
     ):
-        assert OURS.prove(spelling) == index
+        assert OURS.find_turn(spelling) == index
 
 
 @given(
@@ -103,14 +103,14 @@ def test_signatures_look_like_base64_and_are_proven_as_they_are_or_decoded(index
     )
 )
 def test_whatever_else_comes_proves_nothing(opaque: str) -> None:
-    assert OURS.prove(opaque) is None
+    assert OURS.find_turn(opaque) is None
 
 
 @given(index=INDEXES, place=st.integers(0, 15), digit=st.sampled_from("0123456789abcdef"))
 def test_a_changed_digit_is_a_forgery(index: int, place: int, digit: str) -> None:
     ref = OURS.ref(index)
     forged = ref[:place] + digit + ref[place + 1 :]
-    assert OURS.prove(f"call_{forged}00") == (index if forged == ref else None)
+    assert OURS.find_turn(f"call_{forged}00") == (index if forged == ref else None)
 
 
 @given(index=INDEXES)
@@ -118,7 +118,7 @@ def test_another_session_or_another_node_proves_nothing(index: int) -> None:
     call_id = OURS.call_id(index, 0)
     for other in (References("session-b", b"secret of the node"), References("session-a", b"another secret")):
         other.ref(index)  # it has a turn of the same index
-        assert other.prove(call_id) is None
+        assert other.find_turn(call_id) is None
 
 
 def test_the_session_and_the_index_are_signed_apart() -> None:
@@ -127,8 +127,8 @@ def test_the_session_and_the_index_are_signed_apart() -> None:
 
 
 def test_a_long_opaque_field_is_not_searched_to_its_end() -> None:
-    assert OURS.prove("x" * 1_000_000 + OURS.ref(1)) is None
-    assert OURS.prove("0" * 1_000_000) is None
+    assert OURS.find_turn("x" * 1_000_000 + OURS.ref(1)) is None
+    assert OURS.find_turn("0" * 1_000_000) is None
 
 
 def test_find_refs_gathers_what_is_proven() -> None:
@@ -139,7 +139,7 @@ def test_find_refs_gathers_what_is_proven() -> None:
         "call_forged",
         References("other", b"k").call_id(4, 0),
     ]
-    assert OURS.find_refs(given) == {3, 9}
+    assert OURS.find_turns(given) == {3, 9}
 
 
 def test_the_secret_is_not_shown() -> None:

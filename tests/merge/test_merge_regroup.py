@@ -9,7 +9,7 @@ from attrs import evolve
 from merge_toys import SECRET, ask, said, told, user
 
 from polarnode.core.conversation import Message, ModelRequest, Sampling, ToolCall
-from polarnode.merge.attach import References, regrouped
+from polarnode.merge.attach import References, join_answer_calls
 
 OURS = References("s-1", SECRET)
 
@@ -27,7 +27,7 @@ def request(*messages: Message) -> ModelRequest:
 
 
 def shown(*messages: Message) -> Sequence[Message]:
-    return regrouped(request(*messages), OURS).conversation.messages
+    return join_answer_calls(request(*messages), OURS).conversation.messages
 
 
 A, B, C = call(3, 0), call(3, 1), call(3, 2)
@@ -42,7 +42,7 @@ A, B, C = call(3, 0), call(3, 1), call(3, 2)
     ],
 )
 def test_calls_of_one_turn_are_one_message_again(messages: tuple[Message, ...]) -> None:
-    found = regrouped(request(user(), *messages, user("on")), OURS)
+    found = join_answer_calls(request(user(), *messages, user("on")), OURS)
     assert found.conversation.messages == (
         user(),
         calling(A, B, C),
@@ -75,9 +75,9 @@ def test_the_text_stays_with_the_first() -> None:
 )
 def test_nothing_else_is_touched(messages: tuple[Message, ...]) -> None:
     asked = request(user(), *messages)
-    assert regrouped(asked, OURS) is asked
+    assert join_answer_calls(asked, OURS) is asked
 
 
 def test_another_sessions_calls_are_not_joined() -> None:
     asked = request(calling(A), told(A, "a"), calling(B))
-    assert regrouped(asked, References("s-2", SECRET)) is asked
+    assert join_answer_calls(asked, References("s-2", SECRET)) is asked

@@ -8,11 +8,11 @@ from merge_toys import Session, ask, said, system, told, user
 
 from polarnode.core.conversation import Answer, Message, ToolCall
 from polarnode.merge.builders import prefix_merging
-from polarnode.merge.figures import SIDE_CALL, word_of
-from polarnode.merge.fingerprint import NONE, Path
+from polarnode.merge.figures import SIDE_CALL_NOTE, note_word
+from polarnode.merge.fingerprint import NO_KEY, Path
 from polarnode.merge.roles import PathIndex, holds_summary
 
-MAIN = Path(agent=NONE, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
+MAIN = Path(agent=NO_KEY, tools="t1", thinking="d", system="s1", opening="o1", key="k1")
 CODEX_ASKS = "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary."
 CLAUDE_ASKS = "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools. <analysis>"
 CLAUDE_TELLS = "This session is being continued from a previous conversation that ran out of context."
@@ -27,14 +27,14 @@ def heads(*paths: Path) -> PathIndex:
 
 def test_the_first_request_is_main_and_first() -> None:
     assert heads().classify(MAIN, (user(),)).role == "main"
-    assert heads().why_root(MAIN, (user(),)) == "first"
+    assert heads().root_reason(MAIN, (user(),)) == "first"
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"tools": "t2", "system": "s2", "opening": "o2"}, "tools"),
-        ({"tools": NONE, "system": "s2", "opening": "o2"}, "tools"),
+        ({"tools": NO_KEY, "system": "s2", "opening": "o2"}, "tools"),
         ({"thinking": "y", "system": "s2", "opening": "o2"}, "thinking"),
         ({"system": "s2", "opening": "o2"}, "system"),
         ({"opening": "o2"}, "conversation"),
@@ -42,11 +42,11 @@ def test_the_first_request_is_main_and_first() -> None:
     ],
 )
 def test_a_root_says_the_first_thing_that_is_new(changes: dict[str, str], reason: str) -> None:
-    assert heads(MAIN).why_root(evolve(MAIN, **changes), (user(),)) == reason
+    assert heads(MAIN).root_reason(evolve(MAIN, **changes), (user(),)) == reason
 
 
 def test_a_history_that_begins_with_its_summary_is_a_compaction() -> None:
-    assert heads(MAIN).why_root(evolve(MAIN, opening="o2"), (system(), user(CLAUDE_TELLS))) == "compaction"
+    assert heads(MAIN).root_reason(evolve(MAIN, opening="o2"), (system(), user(CLAUDE_TELLS))) == "compaction"
 
 
 def test_another_agent_is_a_subagent() -> None:
@@ -58,7 +58,7 @@ def test_another_agent_is_a_subagent() -> None:
 
 
 def test_an_agent_without_tools_is_an_agent() -> None:
-    bare = evolve(MAIN, tools=NONE)
+    bare = evolve(MAIN, tools=NO_KEY)
     assert heads(MAIN).classify(bare, (user(),)).role == "main"
     assert (
         heads(MAIN).classify(evolve(bare, system="s2"), (system("You are the critic."), user())).role
@@ -243,7 +243,7 @@ def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None
         found = made.classify(MAIN, messages)
         assert found.role == role
         assert found.note is not None
-        assert word_of(found.note) == SIDE_CALL
+        assert note_word(found.note) == SIDE_CALL_NOTE
 
 
 @pytest.mark.parametrize(
@@ -284,12 +284,14 @@ def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None
     ],
 )
 def test_an_agent_that_only_sounds_like_one(told: str, asked: str) -> None:
-    assert heads(MAIN).classify(evolve(MAIN, tools=NONE), (system(told), user(asked))).role == "main"
+    assert heads(MAIN).classify(evolve(MAIN, tools=NO_KEY), (system(told), user(asked))).role == "main"
 
 
 @pytest.mark.parametrize("kind", ["main", "subagent", "auxiliary", "compaction"])
 def test_what_the_harness_says_decides(kind: str) -> None:
-    assert heads(MAIN).classify(evolve(MAIN, agent="a1", tools=NONE), (user(CODEX_ASKS),), kind).role == kind
+    assert (
+        heads(MAIN).classify(evolve(MAIN, agent="a1", tools=NO_KEY), (user(CODEX_ASKS),), kind).role == kind
+    )
 
 
 def test_a_word_that_is_no_role_decides_nothing() -> None:
@@ -299,11 +301,11 @@ def test_a_word_that_is_no_role_decides_nothing() -> None:
 def test_what_begins_after_a_summary_was_asked_for_stands_for_it() -> None:
     made = heads(MAIN)
     made.note(evolve(MAIN, key="k2"), "compaction")
-    assert made.why_root(evolve(MAIN, tools="t2"), (user(),)) == "tools"
+    assert made.root_reason(evolve(MAIN, tools="t2"), (user(),)) == "tools"
     begun = evolve(MAIN, opening="o2", key="k3")
-    assert made.why_root(begun, (system(), user("in words nobody knows"))) == "compaction"
+    assert made.root_reason(begun, (system(), user("in words nobody knows"))) == "compaction"
     made.note(begun, "main")
-    assert made.why_root(evolve(MAIN, opening="o3"), (user(),)) == "conversation"
+    assert made.root_reason(evolve(MAIN, opening="o3"), (user(),)) == "conversation"
 
 
 # ── sub-agents without a mark ─────────────────────────────────────────────────

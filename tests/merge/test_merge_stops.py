@@ -124,7 +124,7 @@ def test_stop_strings_of_a_path_are_bounded() -> None:
     session = Session()
     for number in range(1, STOPS + 10):
         turn, _ = stopped(session, ask(system(), user()), "kiwi", "b" * number)
-    found = list(session.lineages._ledger.without_stops(Path.read(turn.before_key).key, said("b" * 999)))
+    found = list(session.lineages._ledger.strip_stops(Path.read(turn.before_key).key, said("b" * 999)))
     assert [len(stop) for stop, _ in found] == list(range(10, STOPS + 10))
     assert next_after(session, said("kiwi" + "b" * (STOPS + 9))).parent == turn.index
 

@@ -7,16 +7,27 @@ from hypothesis import given
 from merge_toys import SECRET, Session, ask, said, system, told, user
 
 from polarnode.core.conversation import Message, ToolCall
-from polarnode.merge.attach import Attached, References, attach
-from polarnode.merge.fingerprint import Memo, Trail, Trails, advance, numbers_of, root_key
+from polarnode.merge.attach import Attachment, References, attach
+from polarnode.merge.fingerprint import (
+    FingerprintCache,
+    RequestTrail,
+    TrailCache,
+    advance,
+    message_numbers,
+    root_key,
+)
 from polarnode.merge.ledger import Ledger
 
 CALL = ToolCall(id="call_1", name="bash", arguments='{"a": 1}')
 
 
-def trail(*numbers: int, root: str = "r", ours: tuple[int, ...] = ()) -> Trail:
-    return Trail(
-        root=root, numbers=numbers_of([user(str(number)) for number in numbers]), keys=[], ours=ours, odd=()
+def trail(*numbers: int, root: str = "r", ours: tuple[int, ...] = ()) -> RequestTrail:
+    return RequestTrail(
+        root=root,
+        numbers=message_numbers([user(str(number)) for number in numbers]),
+        keys=[],
+        ours=ours,
+        odd=(),
     )
 
 
@@ -33,7 +44,7 @@ def trail(*numbers: int, root: str = "r", ours: tuple[int, ...] = ()) -> Trail:
     ],
 )
 def test_how_far_two_paths_go_together(asked: tuple[int, ...], shared: int) -> None:
-    trails = Trails()
+    trails = TrailCache()
     trails.keep(trail(1, 2, 3))
     assert trails.longest("r", trail(*asked).numbers)[1] == shared
     assert trails.longest("other", trail(*asked).numbers) == (None, 0)
@@ -41,7 +52,7 @@ def test_how_far_two_paths_go_together(asked: tuple[int, ...], shared: int) -> N
 
 @given(one=st.lists(st.integers(0, 2), max_size=40), other=st.lists(st.integers(0, 2), max_size=40))
 def test_the_longest_beginning_is_found(one: list[int], other: list[int]) -> None:
-    trails = Trails()
+    trails = TrailCache()
     trails.keep(trail(*one))
     same = next(
         (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
@@ -51,7 +62,7 @@ def test_the_longest_beginning_is_found(one: list[int], other: list[int]) -> Non
 
 
 def test_a_path_that_goes_on_takes_the_place_of_the_one_before() -> None:
-    trails = Trails()
+    trails = TrailCache()
     for length in range(1, 100):
         trails.keep(trail(*range(length)))
         trails.keep(trail(-1, *range(length)))
@@ -64,7 +75,7 @@ def test_a_path_that_goes_on_takes_the_place_of_the_one_before() -> None:
 
 def test_the_last_of_ours() -> None:
     path = trail(1, 2, 3, 4, 5, 6, ours=(2, 5))
-    assert [path.last_ours(length) for length in range(7)] == [0, 0, 2, 2, 2, 5, 5]
+    assert [path.last_exact_place(length) for length in range(7)] == [0, 0, 2, 2, 2, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +97,7 @@ def test_messages_of_other_keys_have_other_numbers(other: Message) -> None:
         Message(role="assistant", text="x", calls=(evolve(CALL, arguments="[]"),)),
         other,
     ]
-    assert len(set(numbers_of(messages))) == 4
+    assert len(set(message_numbers(messages))) == 4
     assert len({advance(root_key("-", "d"), message) for message in messages}) == 4
 
 
@@ -98,16 +109,16 @@ def test_messages_of_other_keys_have_other_numbers(other: Message) -> None:
     )
 )
 def test_a_memo_s_numbers_are_those_of_the_messages(requests: list[list[tuple[int, bool]]]) -> None:
-    memo, kept = Memo(), [user(str(number)) for number in range(4)]
+    memo, kept = FingerprintCache(), [user(str(number)) for number in range(4)]
     for request in requests:
         messages = [kept[number] if same else user(str(number)) for number, same in request]
-        assert memo.numbers(messages) == numbers_of(messages)
+        assert memo.numbers(messages) == message_numbers(messages)
 
 
 # ── with and without ──────────────────────────────────────────────────────────
 
 
-def both(session: Session, *messages: Message) -> Attached:
+def both(session: Session, *messages: Message) -> Attachment:
     """What is found with the session's memory and with none."""
     with_it, without = (
         attach(
@@ -117,7 +128,7 @@ def both(session: Session, *messages: Message) -> Attached:
             references=session.lineages.references,
             memo=memo,
         )
-        for memo in (session.lineages._memo, Memo())
+        for memo in (session.lineages._memo, FingerprintCache())
     )
     assert with_it == without
     return with_it
@@ -154,5 +165,5 @@ def test_a_foreign_message_at_the_head_costs_nothing_behind_it() -> None:
 
 
 def test_an_empty_session_has_no_trail() -> None:
-    found = attach(ask(), "", ledger=Ledger(), references=References("s", SECRET), memo=Memo())
+    found = attach(ask(), "", ledger=Ledger(), references=References("s", SECRET), memo=FingerprintCache())
     assert (found.parent, found.matched) == (None, 0)

@@ -9,7 +9,7 @@ from polarnode.core import codec
 from polarnode.core.codec.trajectories import READER, turns_json
 from polarnode.core.conversation import Conversation, Message
 from polarnode.core.trajectory import NewMessages, Turn
-from polarnode.merge.figures import tools_of, transcript
+from polarnode.merge.figures import parse_tools, transcript
 
 
 def talk(session: Session, index: int | None = None) -> Conversation | None:
@@ -34,7 +34,7 @@ def test_a_turn_keeps_only_what_is_new_and_a_root_its_head() -> None:
     second, _ = session.say(ask(user("one"), one, user("two"), thinking=False), "2")
     assert first.new_messages is not None
     assert second.new_messages is not None
-    assert (first.new_messages.messages, first.new_messages.thinking, tools_of(first.new_messages)) == (
+    assert (first.new_messages.messages, first.new_messages.thinking, parse_tools(first.new_messages)) == (
         (user("one"),),
         False,
         (BASH,),

@@ -16,7 +16,7 @@ import trio
 from attrs import define
 from fakes_engine import ScriptedEngine
 from family_fixtures import family_folder
-from plane_kit import CONTEXT, Asgi, Stage
+from plane_kit import CONTEXT, AsgiClient, Stage
 from tokens_kit import Model, model
 
 from polarnode.core.conversation import Sampling
@@ -75,7 +75,7 @@ class Agent:
     here: Stage
 
     async def post(self, path: str, body: Any) -> Any:
-        client = Asgi()
+        client = AsgiClient()
         await client.request(self.here.app, path, json.dumps(body).encode())
         assert client.status == 200, client.body
         return json.loads(client.body)
@@ -704,7 +704,7 @@ async def test_a_signed_reference_tells_twins_apart(
 ) -> None:
     here = agent(sampled, sampled, "Two.")
     fields = await twin(here, at)
-    assert [here.here.s1.lineages.references.prove(field) for field in fields] in ([0, 1], [])
+    assert [here.here.s1.lineages.references.find_turn(field) for field in fields] in ([0, 1], [])
     assert here.turns[1].kind == "retry"
     assert here.turns[2].parent == at
     assert "ambiguous" not in said_of(here.turns[2])
@@ -723,4 +723,4 @@ def test_a_reference_of_another_session_or_secret_proves_nothing(session: str) -
     here = agent("One.")
     other = Lineages(session_id=session, secret=b"another")
     for field in (other.references.call_id(0, 0), other.references.signature(0), "call_" + "0" * 18, ""):
-        assert here.here.s1.lineages.references.prove(field) is None
+        assert here.here.s1.lineages.references.find_turn(field) is None

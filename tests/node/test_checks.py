@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.cli import serve
-from polarnode.containers.probe import Finding
+from polarnode.containers.probe import MachineFinding
 from polarnode.core.errors import ConfigError
 from polarnode.node import checks
 from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
@@ -24,10 +24,10 @@ CPU = NodeConfig(cpu=True)
 
 
 def test_the_recipes_are_named_with_the_harnesses_they_carry(tmp_path: Path) -> None:
-    finding = checks.recipes(CPU)
+    finding = checks.check_recipes(CPU)
     assert finding.ok
     assert "pi (for pi)" in finding.what
-    missing = checks.recipes(NodeConfig(runtimes_dir=str(tmp_path)))
+    missing = checks.check_recipes(NodeConfig(runtimes_dir=str(tmp_path)))
     assert not missing.ok
     assert "no runtime.toml" in missing.what
     assert "POLARNODE_RUNTIMES_DIR" in missing.remedy
@@ -37,12 +37,12 @@ def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert checks.gpus(CPU, {}) == Finding(name="gpus", ok=True, what="none: use --cpu")
-    assert not checks.gpus(NodeConfig(gpus=(0,)), {}).ok
+    assert checks.check_gpus(CPU, {}) == MachineFinding(name="gpus", ok=True, what="none: use --cpu")
+    assert not checks.check_gpus(NodeConfig(gpus=(0,)), {}).ok
     nvidia_smi(tmp_path, "for i in 0 1; do echo GPU $i: H200; done")
-    assert checks.gpus(CPU, {}).what == "2: use --gpus 0-1"
-    assert checks.gpus(NodeConfig(gpus=(0, 1)), {}).ok
-    finding = checks.gpus(NodeConfig(gpus=(1, 2, 3)), {})
+    assert checks.check_gpus(CPU, {}).what == "2: use --gpus 0-1"
+    assert checks.check_gpus(NodeConfig(gpus=(0, 1)), {}).ok
+    finding = checks.check_gpus(NodeConfig(gpus=(1, 2, 3)), {})
     assert (finding.ok, finding.what, finding.remedy) == (
         False,
         "2 found, but not GPU 2, 3",
@@ -54,7 +54,7 @@ def test_a_driver_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pytest.Monk
     nvidia_smi(tmp_path, "read -r never < /dev/zero")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(checks, "NVIDIA_SMI_S", 0.2)
-    assert checks.gpus(CPU, {}).what == "nvidia-smi does not answer"
+    assert checks.check_gpus(CPU, {}).what == "nvidia-smi does not answer"
 
 
 def nvidia_smi(folder: Path, script: str) -> None:
@@ -67,16 +67,16 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
     there = {"sglang", "sgl_kernel"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
     monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "0.5.23")
-    assert checks.sglang(NodeConfig(gpus=(0,))) == Finding(
+    assert checks.check_sglang(NodeConfig(gpus=(0,))) == MachineFinding(
         name="sglang", ok=True, what="0.5.23, full: serves on GPUs"
     )
     there.discard("sgl_kernel")
-    assert checks.sglang(CPU).ok
-    slim = checks.sglang(NodeConfig(gpus=(0,)))
+    assert checks.check_sglang(CPU).ok
+    slim = checks.check_sglang(NodeConfig(gpus=(0,)))
     assert not slim.ok
     assert "polarnode[gpu]" in slim.remedy
     there.clear()
-    missing = checks.sglang(CPU).remedy
+    missing = checks.check_sglang(CPU).remedy
     assert "make setup" in missing
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     (pinned,) = (line for line in project["optional-dependencies"]["gpu"] if line.startswith("sglang=="))
@@ -84,12 +84,12 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_would(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
 
     def looked(*names: str, days: float, **settings: Any) -> list[tuple[bool, str, str]]:
         chain, key = authority.issue(*names, days=days)
         config = NodeConfig(capture_tls_cert=chain, capture_tls_key=key, **settings)
-        return [(each.ok, each.what, each.remedy) for each in checks.captures(config)]
+        return [(each.ok, each.what, each.remedy) for each in checks.check_captures(config)]
 
     url: Any = {"capture_url": "https://node.example:8443", "capture_port": 8443}
     (ok, what, remedy), (_, where, _) = looked("node.example", days=40.5, **url)
@@ -105,19 +105,19 @@ def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_wou
     # an address of documentation, which no machine has
     ((ok, what, _),) = looked("x", days=3, capture_listen="192.0.2.1")
     assert (ok, "capture_listen 192.0.2.1" in what) == (False, True)
-    assert list(checks.captures(NodeConfig())) == []
+    assert list(checks.check_captures(NodeConfig())) == []
 
 
 def test_the_control_planes_certificate_is_looked_at_as_clients_would(tmp_path: Path) -> None:
-    assert list(checks.control_plane(NodeConfig())) == []
-    chain, key = Authority(tmp_path).issue("10.0.0.2", days=40.5)
+    assert list(checks.check_control_plane(NodeConfig())) == []
+    chain, key = CertificateAuthority(tmp_path).issue("10.0.0.2", days=40.5)
     config = NodeConfig(host="10.0.0.2", tls_cert=chain, tls_key=key)
-    (found,) = checks.control_plane(config)
+    (found,) = checks.check_control_plane(config)
     assert (found.ok, found.remedy) == (True, "")
     assert found.what.endswith("for 10.0.0.2, 40 days left")
-    (found,) = checks.control_plane(evolve(config, host="0.0.0.0"))
+    (found,) = checks.check_control_plane(evolve(config, host="0.0.0.0"))
     assert "clients that do not pin it refuse it" in found.remedy
-    (found,) = checks.control_plane(evolve(config, tls_key=chain))
+    (found,) = checks.check_control_plane(evolve(config, tls_key=chain))
     assert (found.ok, "tls_key" in found.what, "capture" in found.what) == (False, True, False)
 
 
@@ -161,7 +161,7 @@ def checkpoint(tmp_path: Path) -> Path:
 def test_settings_that_the_model_does_not_fit_are_a_fault(
     changes: dict[str, Any], expected: str | None, checkpoint: Path
 ) -> None:
-    found = list(checks.checkpoint(evolve(CPU, model=str(checkpoint), **changes)))
+    found = list(checks.check_checkpoint(evolve(CPU, model=str(checkpoint), **changes)))
     if expected is None:
         assert found == []
         return
@@ -174,18 +174,18 @@ def test_a_longer_context_than_the_checkpoints_is_sglangs_own_switch(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
-    assert list(checks.checkpoint(evolve(CPU, model=str(checkpoint), context_length=9000))) == []
+    assert list(checks.check_checkpoint(evolve(CPU, model=str(checkpoint), context_length=9000))) == []
 
 
 def test_the_name_of_a_model_on_a_hub_is_answered_with_the_command_that_fetches_it(tmp_path: Path) -> None:
-    (hub,) = checks.checkpoint(evolve(CPU, model="Qwen/Qwen3-8B"))
+    (hub,) = checks.check_checkpoint(evolve(CPU, model="Qwen/Qwen3-8B"))
     assert hub.what == "--model Qwen/Qwen3-8B: a folder is needed, for models are not fetched from a hub"
     assert hub.remedy == (
         "hf download Qwen/Qwen3-8B --local-dir /models/Qwen3-8B, then --model /models/Qwen3-8B"
     )
-    (away,) = checks.checkpoint(evolve(CPU, model=str(tmp_path / "no")))
+    (away,) = checks.check_checkpoint(evolve(CPU, model=str(tmp_path / "no")))
     assert away.what.endswith("/no: no such folder")
-    (other,) = checks.checkpoint(evolve(CPU, model=str(tmp_path)))
+    (other,) = checks.check_checkpoint(evolve(CPU, model=str(tmp_path)))
     assert other.what.endswith("there is no config.json")
 
 
@@ -196,11 +196,11 @@ def test_the_gpus_that_a_process_may_use_are_counted_as_cuda_counts_them(
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
-    assert checks.gpus(CPU, {}).what == "3: use --gpus 0-2", "a container without nvidia-smi"
-    shown = checks.gpus(NodeConfig(gpus=(0, 2)), {"CUDA_VISIBLE_DEVICES": "4,5"})
+    assert checks.check_gpus(CPU, {}).what == "3: use --gpus 0-2", "a container without nvidia-smi"
+    shown = checks.check_gpus(NodeConfig(gpus=(0, 2)), {"CUDA_VISIBLE_DEVICES": "4,5"})
     assert (shown.ok, shown.what) == (False, "2 found (CUDA_VISIBLE_DEVICES=4,5), but not GPU 2")
     teacher = NodeConfig(engine="simulated", gpus=(7,), teachers={"big": TeacherConfig(gpus=(1, 3))})
-    assert checks.gpus(teacher, {}).what == "3 found, but not GPU 3", (
+    assert checks.check_gpus(teacher, {}).what == "3 found, but not GPU 3", (
         "those of a simulated engine are not there"
     )
 
@@ -242,6 +242,6 @@ def test_a_fixed_port_of_captures_that_is_taken_is_said_before_anything_starts()
 
 
 def test_nothing_is_wrong_with_the_embedded_model() -> None:
-    assert list(checks.checkpoint(CPU)) == []
-    assert list(checks.checkpoint(evolve(CPU, context_length=65536))) == []
-    assert list(checks.checkpoint(NodeConfig(engine="http://127.0.0.1:1", model=str(TINY_MODEL)))) == []
+    assert list(checks.check_checkpoint(CPU)) == []
+    assert list(checks.check_checkpoint(evolve(CPU, context_length=65536))) == []
+    assert list(checks.check_checkpoint(NodeConfig(engine="http://127.0.0.1:1", model=str(TINY_MODEL)))) == []

@@ -11,12 +11,12 @@ from polarnode.core.errors import ConfigError
 from polarnode.evaluators.judging import JudgeConfig
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.config_sources import (
-    FLAGS,
+    FLAG_BY_SETTING,
     as_written,
+    names_as_written,
     parse_gpus,
     read_config,
     unknown_variables,
-    written,
 )
 
 
@@ -68,7 +68,7 @@ def test_settings_that_belong_together_are_named_alike(given: dict[str, Any], ex
 
 
 def test_a_later_error_names_settings_as_they_were_written() -> None:
-    names = written(toml="lora_rank = 8", flags={"tls_cert": "a.pem", "adapters": {"a": "b"}})
+    names = names_as_written(toml="lora_rank = 8", flags={"tls_cert": "a.pem", "adapters": {"a": "b"}})
     cases = (
         ("control plane: tls_cert a.pem cannot be read", "control plane: --tls-cert a.pem cannot be read"),
         ("adapters.a: there is no b/x", "--adapter a: there is no b/x"),
@@ -85,7 +85,7 @@ def test_the_names_of_flags_are_those_of_the_command() -> None:
         for parameter in command.params
         if parameter.name in {each.name for each in fields(NodeConfig)}
     }
-    assert flags == FLAGS
+    assert flags == FLAG_BY_SETTING
 
 
 def test_a_variable_that_nobody_reads_is_named() -> None:

@@ -7,10 +7,10 @@ import pytest
 import trio
 from hollow_node import open_hollow
 from postgres_kit import running_cluster
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 from weights_kit import free_port
 
-from polarnode.api.proxy import NODES_S
+from polarnode.api.proxy import NODES_INTERVAL_S
 from polarnode.client import AsyncPolarnodeClient
 from polarnode.client.values import ClientError
 from polarnode.core.errors import ConfigError
@@ -33,9 +33,9 @@ def test_the_settings_belong_together_and_come_from_everywhere() -> None:
 async def test_the_others_ask_a_node_whose_certificate_is_renewed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "RENEWED_S", 0.05)
+    monkeypatch.setattr(server, "CERTIFICATE_CHECK_S", 0.05)
     with running_cluster() as cluster, trio.fail_after(60):
-        dsn, authority, stack = cluster.database(), Authority(tmp_path), AsyncExitStack()
+        dsn, authority, stack = cluster.database(), CertificateAuthority(tmp_path), AsyncExitStack()
         async with stack:
             nodes = []
             for name in ("a", "b"):
@@ -69,12 +69,12 @@ async def test_the_others_ask_a_node_whose_certificate_is_renewed(
                 await trio.sleep(0.05)
             assert renewed.scheduler.facts.certificate == shown.digest, "if it joins again"
             (tmp_path / "b" / "engine-0.log").write_text("words")
-            await trio.sleep(NODES_S)
+            await trio.sleep(NODES_INTERVAL_S)
             assert "b/engine-0" in [each.name for each in await client.node_logs()]
 
 
 async def test_a_node_with_a_certificate_serves_over_tls_alone(tmp_path: Path) -> None:
-    chain, key = Authority(tmp_path).issue("elsewhere.invalid")
+    chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     config = NodeConfig(
         engine="simulated",
         port=0,

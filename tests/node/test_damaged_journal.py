@@ -12,7 +12,7 @@ from journal_samples import make_spec
 
 from polarnode.core.errors import JournalDamaged
 from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec
-from polarnode.journal.entries import Entry
+from polarnode.journal.entries import JournalEntry
 from polarnode.journal.schema import PAGE_BYTES
 from polarnode.node.config import NodeConfig
 
@@ -30,9 +30,9 @@ def config_at(folder: Path) -> NodeConfig:
 async def test_lost_entry_ends_what_runs(tmp_path: Path) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
         opened = await node.captures.begin(CaptureSpec(task_id="before"))
-        node.journal.write(Entry(1, corrupt))
+        node.journal.write(JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged):
-            await node.journal.flushed()
+            await node.journal.flush()
         with trio.fail_after(30):
             found = await node.captures.trajectory(opened.session_id)
         assert found.outcome.status == "cancelled"
@@ -49,7 +49,7 @@ async def test_lost_entry_ends_what_runs(tmp_path: Path) -> None:
 
 async def test_capture_that_is_lost_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
-        monkeypatch.setattr("polarnode.journal.journal.session_entry", lambda *_: Entry(1, corrupt))
+        monkeypatch.setattr("polarnode.journal.journal.session_entry", lambda *_: JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged):
             await node.captures.begin(CaptureSpec(task_id="t"))
 

@@ -16,7 +16,7 @@ from polarnode.core.errors import ConfigError
 from polarnode.node import opening
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
-from polarnode.node.joining import log_servers, shared_config, url_of
+from polarnode.node.joining import control_plane_url, log_servers, shared_config
 from polarnode.node.opening import open_node
 from polarnode.node.serving import serve_control_plane
 from polarnode.rollouts.scheduler import Scheduler
@@ -73,7 +73,7 @@ async def test_a_node_begins_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         dsn = cluster.database()
         first, second = (config(tmp_path, name, engine="none", log=dsn) for name in ("one", "two"))
         async with open_node(first, report=lambda text: None) as node:
-            await node.log.hold("retract")
+            await node.log.hold_generation("retract")
             async with open_node(second, report=lambda text: None):
                 assert held == [None, "retract"]
 
@@ -110,12 +110,12 @@ def test_shared_nodes_are_named_and_reached(tmp_path: Path) -> None:
     assert (public.node_id, public.tls_cert) == ("mine", str(tmp_path / "tls.crt"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert url_of(named, listener) == "http://n:1"
-        assert url_of(evolve(public, host="127.0.0.1"), listener) == f"https://127.0.0.1:{port}"
+        assert control_plane_url(named, listener) == "http://n:1"
+        assert control_plane_url(evolve(public, host="127.0.0.1"), listener) == f"https://127.0.0.1:{port}"
     with socket.create_server(("0.0.0.0", 0)) as listener:
         for here in ("postgresql://127.0.0.1/d", "host=/run/postgresql"):
             with pytest.raises(ConfigError, match=r"^--host 0\.0\.0\.0: .* give --node-url"):
-                url_of(evolve(public, log=here), listener)
-        assert url_of(evolve(public, log=here, node_url="http://n:1"), listener) == "http://n:1"
+                control_plane_url(evolve(public, log=here), listener)
+        assert control_plane_url(evolve(public, log=here, node_url="http://n:1"), listener) == "http://n:1"
     alone = NodeConfig(state_dir=str(tmp_path))
     assert shared_config(alone) == alone

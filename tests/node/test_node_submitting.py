@@ -28,18 +28,18 @@ async def test_a_key_stands_for_one_task_id(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         spec = make_spec(task_id="first")
         submit_task(journal, spec, task_id="first", session_ids=("a",), idempotency_key="key")
-        await journal.flushed()
+        await journal.flush()
         node = Node.__new__(Node)
         node.log = SqliteLog(journal)
         for again in (spec, attrs.evolve(spec, task_id=None)):
-            found = await node._existing(again, "key")
+            found = await node._find_existing(again, "key")
             assert found is not None
             assert (found.task_id, found.session_ids, found.created) == ("first", ("a",), False)
         with pytest.raises(Conflict, match="first was submitted before"):
-            await node._existing(attrs.evolve(spec, task_id="second"), "key")
+            await node._find_existing(attrs.evolve(spec, task_id="second"), "key")
         with pytest.raises(Conflict, match="another body"):
-            await node._existing(attrs.evolve(spec, instruction="do that"), "key")
-        assert await node._existing(attrs.evolve(spec, task_id="second"), "another") is None
+            await node._find_existing(attrs.evolve(spec, instruction="do that"), "key")
+        assert await node._find_existing(attrs.evolve(spec, task_id="second"), "another") is None
 
 
 class NoImages:

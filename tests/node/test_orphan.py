@@ -12,15 +12,15 @@ from attrs import define
 from polarnode.cli.serve import _stop_as_orphan
 from polarnode.cli.stopping import StopRequest
 from polarnode.core.errors import ConfigError
-from polarnode.journal.log.port import LogAway
+from polarnode.journal.log.port import LogUnavailable
 from polarnode.node.config_sources import read_config
-from polarnode.node.orphan import has_work, orphaned
+from polarnode.node.orphan import has_work, wait_orphaned
 from polarnode.support.locks import take_lock
 
 
 async def ends(lifeline: Path, orphan_s: float, within_s: float) -> bool:
     with trio.move_on_after(within_s) as patience:
-        await orphaned(lifeline, orphan_s)
+        await wait_orphaned(lifeline, orphan_s)
     return not patience.cancelled_caught
 
 
@@ -49,7 +49,7 @@ async def test_orphan_time_begins_at_release(tmp_path: Path, autojump_clock: tri
 
         nursery.start_soon(hold_twice)
         await trio.testing.wait_all_tasks_blocked()
-        await orphaned(path, 300.0)
+        await wait_orphaned(path, 300.0)
         assert 1099 <= trio.current_time() - began <= 1102
 
 
@@ -84,7 +84,7 @@ class _Log:
     async def consumers(self) -> tuple[Any, ...]:
         await trio.lowlevel.checkpoint()
         if self.away:
-            raise LogAway("away")
+            raise LogUnavailable("away")
         return (SimpleNamespace(connected=self.connected, last_seen=self.last_seen),)
 
 

@@ -11,7 +11,7 @@ from quart_trio import QuartTrio
 
 from polarnode.client import AsyncPolarnodeClient, PolarnodeClient, Unreachable
 from polarnode.client.values import NodeStarts
-from polarnode.http.link import Link, NobodyListens
+from polarnode.http.link import Link, NotListening
 from polarnode.http.server import Address, listening_socket, open_server
 from polarnode.node.starting import StartingNode
 
@@ -56,9 +56,9 @@ async def test_clients_take_it_for_absent() -> None:
             async with AsyncPolarnodeClient(url, patience_s=0.0) as client:
                 await client.submit({"instruction": "x", "harness": "pi"})
         link = Link(url=url, token=None)
-        with pytest.raises(NobodyListens, match=REASON):
+        with pytest.raises(NotListening, match=REASON):
             await link.call("GET", "/v1/fleet/report")
-        with pytest.raises(NobodyListens, match=REASON):
+        with pytest.raises(NotListening, match=REASON):
             async with link.stream("/v1/trajectories/stream"):
                 pass
         await link.close()

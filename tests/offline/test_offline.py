@@ -31,11 +31,11 @@ from polarnode.offline.generation import (
     Attempt,
     Slot,
     finished,
-    manifest_of,
+    list_slots,
+    make_manifest,
+    make_split,
     next_attempt,
     read_manifest,
-    slots_of,
-    split_of,
 )
 from polarnode.offline.rows import compared, messages_json, rows_of, schema, table
 
@@ -52,7 +52,7 @@ def slot(task: str = "a", place: int = 0, sample: int = 0) -> Slot:
 
 
 def test_every_sample_of_a_task_is_a_task_of_its_own_and_all_are_one_group() -> None:
-    slots = list(slots_of([("x", make_spec(num_samples=2)), ("y", make_spec(task_id="own", group_id="g"))]))
+    slots = list(list_slots([("x", make_spec(num_samples=2)), ("y", make_spec(task_id="own", group_id="g"))]))
     orders = [each.order(0) for each in slots]
     assert [order.task_id for order in orders] == ["000000-x.0", "000000-x.1", "000001-own.0"]
     assert [order.group_id for order in orders] == ["000000-x", "000000-x", "g"]
@@ -101,11 +101,11 @@ def test_what_is_still_to_run(attempts: list[Attempt], retries: int, done: bool)
 
 def test_a_folder_is_gone_on_with_as_it_was_begun() -> None:
     tasks = [("x", make_spec()), ("y", make_spec(num_samples=3))]
-    begun = manifest_of(tasks, source="tasks", model="tiny", engine="sglang")
+    begun = make_manifest(tasks, source="tasks", model="tiny", engine="sglang")
     assert (begun.tasks, begun.slots, begun.harness) == (2, 4, "pi")
     again = read_manifest(json.loads(dump_json(begun.json())), folder="out")
     again.check(begun, folder="out")
-    other = manifest_of(
+    other = make_manifest(
         [tasks[0], ("y", make_spec(num_samples=3, instruction="else"))],
         source="tasks",
         model="tiny",
@@ -124,16 +124,16 @@ def test_a_folder_is_gone_on_with_as_it_was_begun() -> None:
 
 def test_a_share_of_the_repositories_is_held_out_whole() -> None:
     repos = [{"repo": f"r{number}"} for number in range(7)] * 3
-    split = split_of(repos, by="repo", share=0.1)
+    split = make_split(repos, by="repo", share=0.1)
     assert len(split.values) == 1
-    assert split == split_of(list(reversed(repos)), by="repo", share=0.1)
+    assert split == make_split(list(reversed(repos)), by="repo", share=0.1)
     assert sum(split.held_out(each) for each in repos) == 3
-    assert not split_of(repos, by=None, share=0.1).held_out({"repo": "r0"})
-    assert len(split_of([{"repo": "a"}, {"repo": "b"}], by="repo", share=0.99).values) == 1
+    assert not make_split(repos, by=None, share=0.1).held_out({"repo": "r0"})
+    assert len(make_split([{"repo": "a"}, {"repo": "b"}], by="repo", share=0.99).values) == 1
     with pytest.raises(Refused, match="all tasks have the same value there"):
-        split_of([{"repo": "a"}], by="repo", share=0.1)
+        make_split([{"repo": "a"}], by="repo", share=0.1)
     with pytest.raises(Refused, match="more than 0 and less than 1"):
-        split_of(repos, by="repo", share=1.0)
+        make_split(repos, by="repo", share=1.0)
 
 
 # ── conversations ─────────────────────────────────────────────────────────────

@@ -18,13 +18,13 @@ from polarnode.offline.acceptance import (
     COLUMNS,
     LONGEST,
     REASONS,
-    Unknown,
+    UnknownValue,
     evaluate,
     facts_of,
-    is_empty,
+    has_no_answer,
     read_expression,
 )
-from polarnode.offline.generation import ALL, grouping_of
+from polarnode.offline.generation import ALL, find_grouping
 
 
 def verdict(text: str, **more: Any) -> tuple[str, str]:
@@ -152,10 +152,10 @@ def test_a_session_that_said_nothing_is_empty() -> None:
         for turn in session.turns
         if turn.answer is not None
     )
-    assert not is_empty(session)
-    assert is_empty(evolve(session, turns=silent))
-    assert is_empty(evolve(session, turns=(evolve(silent[0], answer=None),)))
-    assert not is_empty(evolve(session, turns=(silent[0], session.turns[1])))
+    assert not has_no_answer(session)
+    assert has_no_answer(evolve(session, turns=silent))
+    assert has_no_answer(evolve(session, turns=(evolve(silent[0], answer=None),)))
+    assert not has_no_answer(evolve(session, turns=(silent[0], session.turns[1])))
 
 
 TEXTS = st.recursive(
@@ -184,7 +184,7 @@ def test_judging_never_raises(text: str, trajectory: Trajectory) -> None:
 @given(TEXTS)
 def test_unknown_is_contagious_only_as_far_as_it_must(text: str) -> None:
     found = evaluate(read_expression(f"({text}) or True", tuple(COLUMNS)), {})
-    assert not isinstance(found, Unknown)
+    assert not isinstance(found, UnknownValue)
     assert found is not None
 
 
@@ -216,7 +216,7 @@ def test_a_table_adds_up() -> None:
 
 
 def test_groups_are_told_by_the_first_key_that_is_there() -> None:
-    assert grouping_of([{"dataset": "x"}, {"repo": "y"}]) == "repo"
-    assert grouping_of([{"dataset": "x"}]) == "dataset"
-    assert grouping_of([{"name": "x"}]) is None
-    assert grouping_of([]) is None
+    assert find_grouping([{"dataset": "x"}, {"repo": "y"}]) == "repo"
+    assert find_grouping([{"dataset": "x"}]) == "dataset"
+    assert find_grouping([{"name": "x"}]) is None
+    assert find_grouping([]) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from journal_samples import make_trajectory
-from talk_kit import Ask, Asking, Desk
+from talk_kit import Ask, CallInProgress, Desk
 from tokens_kit import TINY, model
 
 from polarnode.cli.generate import open_comparison
@@ -66,7 +66,7 @@ def talked(folder: Path, samples: Sequence[Sequence[str]]) -> SftLine:
     return line
 
 
-def said(asking: Asking) -> Any:
+def said(asking: CallInProgress) -> Any:
     turn = asking.desk.turns[-1]
     assert turn.answer is not None
     calls = [

@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from call_writers import WRITERS
+from call_writers import CALL_WRITERS
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_kit import examples
-from syntax_kit import ARGUMENTS, CALLS, LOOK, TOYS, Toy
+from syntax_kit import ARGUMENTS, CALLS, LOOK, TOY_MODELS, ToyModel
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Answer, TextDelta, TextPart, ThinkingPart
@@ -39,7 +39,7 @@ def chunks(sampled: "array[int]", cuts: Sequence[int]) -> list["array[int]"]:
     return [sampled[start:end] for start, end in pairwise(edges)]
 
 
-def outcome(toy: Toy, pieces: Sequence["array[int]"], *, told: bool, clean: bool, **asked: Any) -> Any:
+def outcome(toy: ToyModel, pieces: Sequence["array[int]"], *, told: bool, clean: bool, **asked: Any) -> Any:
     """The answer, after the laws of one stream are checked."""
     parser, place, deltas = toy.parser(tools=(LOOK,), **asked), 0, []
     every = toy.told([token for piece in pieces for token in piece])
@@ -57,7 +57,7 @@ def outcome(toy: Toy, pieces: Sequence["array[int]"], *, told: bool, clean: bool
     return answer, parser.notes, parser.thinking_tokens, parser.stopped
 
 
-def spelled(toy: Toy, pieces: Sequence[tuple[str, bool]]) -> "array[int]":
+def spelled(toy: ToyModel, pieces: Sequence[tuple[str, bool]]) -> "array[int]":
     """Ids of pieces, each with its control strings sampled as such or in ordinary tokens."""
     out = ids()
     for text, as_control in pieces:
@@ -66,7 +66,7 @@ def spelled(toy: Toy, pieces: Sequence[tuple[str, bool]]) -> "array[int]":
 
 
 def written(name: str, values: Sequence[str]) -> str:
-    return WRITERS[name]([("look", {"path": value, "lines": 3}) for value in values])
+    return CALL_WRITERS[name]([("look", {"path": value, "lines": 3}) for value in values])
 
 
 @st.composite
@@ -80,7 +80,7 @@ def values(draw: st.DrawFn, name: str) -> str:
 @given(data=st.data())
 def test_closing_tags_survive_in_arguments(name: str, data: st.DataObject) -> None:
     """Every control string sampled as its token; in any pieces."""
-    toy, count = TOYS[name], 1 if name == "harmony" else 2
+    toy, count = TOY_MODELS[name], 1 if name == "harmony" else 2
     said = data.draw(st.lists(values(name), min_size=1, max_size=count))
     text = written(name, said)
     sampled = toy.spelled(text + ("" if name == "harmony" else next(iter(toy.control))))
@@ -96,7 +96,7 @@ def test_closing_tags_survive_in_arguments(name: str, data: st.DataObject) -> No
 @examples(80)
 @given(data=st.data())
 def test_call_in_unclosed_thought(name: str, data: st.DataObject) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     closers = [text for text in CLOSERS[name] if "think" not in text]
     value = "".join(data.draw(st.lists(st.sampled_from(closers) | st.text("ab ", max_size=3), max_size=6)))
     call = toy.spelled(written(name, [value]))
@@ -116,7 +116,7 @@ def test_pieces_do_not_matter(name: str, data: st.DataObject) -> None:
     """Marks, tags, calls and words in any order: the answer is the same by any cut, with and without
     logprobs.
     """
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     stops = {toy.token_bytes(token).decode() for token in toy.family.stop_ids}
     marks = st.sampled_from([text for text in toy.control if text not in stops])
     parts = marks | st.sampled_from((*CLOSERS[name], CALLS[name], ARGUMENTS, '"', "\n", "STOP", "\u00e9"))

@@ -16,7 +16,7 @@ from attrs import define, field
 from fakes_engine import ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plane_kit import CONTEXT, Asgi, HandEngine, Stage, served, spelled, stage
+from plane_kit import CONTEXT, AsgiClient, HandEngine, Stage, served, spelled, stage
 from tokens_kit import model
 
 from polarnode.core.arrays import floats, ids
@@ -79,7 +79,7 @@ ENGINES = st.sampled_from((HandEngine, HostEngine))
 
 
 async def play(
-    here: Stage, engine: HandEngine, asgi: Asgi, path: str, *, stream: bool, cut: Cut, at: float
+    here: Stage, engine: HandEngine, asgi: AsgiClient, path: str, *, stream: bool, cut: Cut, at: float
 ) -> int:
     """A call with a piece a second, cut at a moment. How many pieces the engine had given."""
     given_pieces = 0
@@ -122,7 +122,7 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
     async def main() -> None:
         engine = kind()
         here = stage(engine)
-        asgi = Asgi()
+        asgi = AsgiClient()
         pieces = await play(here, engine, asgi, path, stream=stream, cut=cut, at=at)
         assert (engine.running, here.s1.in_flight) == (0, 0)
         assert len(here.turns) <= 1
@@ -149,10 +149,10 @@ def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(
     async def main() -> None:
         engine = kind()
         here = stage(engine)
-        await play(here, engine, Asgi(), path, stream=stream, cut="client", at=at)
+        await play(here, engine, AsgiClient(), path, stream=stream, cut="client", at=at)
         engine.channel = trio.open_memory_channel[Any](10)
         engine.give(" and the end.", "<|im_end|>", finish="stop")
-        again = Asgi()
+        again = AsgiClient()
         await again.request(here.app, path, body(stream=stream))
         assert again.whole
         first, second = here.turns
@@ -183,7 +183,7 @@ def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(
     async def main() -> None:
         engine = HandEngine()
         here = stage(engine)
-        asgi = Asgi()
+        asgi = AsgiClient()
         for piece in PIECES[:pieces]:
             engine.give(piece)
         engine.fail(EngineError("the host died"))
@@ -270,7 +270,7 @@ def test_however_often_a_client_leaves_no_token_is_sampled_twice(
         given_body = json.dumps(asked).encode()
         delivered = 0
         for how, count in [*leaving, ("never", 0)]:
-            asgi = Asgi(leave_at=count if how == "messages" else None)
+            asgi = AsgiClient(leave_at=count if how == "messages" else None)
             with trio.move_on_after(count + 0.5) if how == "seconds" else trio.CancelScope():
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(asgi.request, here.app, path, given_body)

@@ -20,7 +20,7 @@ from polarnode.core.conversation import Conversation, Message, Tool
 from polarnode.core.trajectory import TurnState
 from polarnode.merge.attach import Plan, attach
 from polarnode.merge.builders import per_request, prefix_merging, prompt_ids
-from polarnode.merge.fingerprint import Memo
+from polarnode.merge.fingerprint import FingerprintCache
 from polarnode.merge.invariants import check
 from polarnode.merge.lineage import Lineages
 
@@ -200,7 +200,7 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     def is_refused(self, data: st.DataObject) -> None:
         flight = self.flights.pop(data.draw(st.integers(0, len(self.flights) - 1)))
-        self.session.lineages.abandon(flight.pending.plan)
+        self.session.lineages.abandon_plan(flight.pending.plan)
 
     @rule(data=st.data(), text=st.sampled_from(["go on", "no", "more"]))
     def says_more(self, data: st.DataObject, text: str) -> None:
@@ -284,7 +284,7 @@ class Sessions(RuleBasedStateMachine):
                 references=lineages.references,
                 memo=memo,
             )
-            for memo in (lineages._memo, Memo())
+            for memo in (lineages._memo, FingerprintCache())
         ]
         assert evolve(found[0], notes=of_turns(found[0].notes)) == evolve(
             found[1], notes=of_turns(found[1].notes)
@@ -335,7 +335,7 @@ class Sessions(RuleBasedStateMachine):
         plan = self.session.lineages.plan(
             flight.line.fork(messages).conversation(), hints={"agent": flight.line.agent}
         )
-        self.session.lineages.abandon(plan)
+        self.session.lineages.abandon_plan(plan)
         return plan
 
     def finish(
@@ -402,8 +402,8 @@ class Sessions(RuleBasedStateMachine):
                 theirs, index=0, lineage=0, notes=of_turns(theirs.notes)
             )
             assert self.session.lineages.history(mine) == again.history(theirs)
-            self.session.lineages.abandon(mine)
-            again.abandon(theirs)
+            self.session.lineages.abandon_plan(mine)
+            again.abandon_plan(theirs)
 
 
 TestSessions = Sessions.TestCase

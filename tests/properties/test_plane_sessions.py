@@ -14,7 +14,7 @@ import trio.testing
 from attrs import define, field, frozen
 from hypothesis import given
 from hypothesis import strategies as st
-from plane_kit import Asgi, Stage, spelled, stage
+from plane_kit import AsgiClient, Stage, spelled, stage
 from sample_kit import examples
 from wire_kit import ANTHROPIC, CHAT, RESPONSES, Entry, Wire
 
@@ -127,12 +127,12 @@ class Client:
     async def ask(self, step: Step) -> None:
         asked = self.wire.ask(self.history, stream=step.stream)
         body = json.dumps(asked.body).encode()
-        asgi = Asgi(leave_at=step.count if step.how == "messages" else None)
+        asgi = AsgiClient(leave_at=step.count if step.how == "messages" else None)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(asgi.request, self.here.app, asked.path, body)
             if step.how == "twice":
                 await trio.sleep(step.count / 2)
-                nursery.start_soon(Asgi().request, self.here.app, asked.path, body)
+                nursery.start_soon(AsgiClient().request, self.here.app, asked.path, body)
             if step.how == "seconds":
                 await trio.sleep(step.count + 0.25)
                 asgi.leave()

@@ -12,7 +12,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_kit import examples, in_bytes, in_letters, samples
+from sample_kit import byte_by_byte, examples, letter_by_letter, samples
 from talk_kit import Ask, Desk, logprobs_of
 from tokens_kit import CALL, CALLED, CLOSE, END, HOSTILE, OPEN, hostile, model
 from wire_kit import CHAT, RESPONSES, WIRES, Entry, Wire, chat_choices
@@ -53,8 +53,8 @@ def test_p6_twins_are_told_apart_by_their_ids(wire: Wire, count: int, order: Any
     desk = Desk()
     spellings = [
         lambda text: model().spelled(text),
-        lambda text: in_letters(text, model()),
-        lambda text: in_bytes(text, model()),
+        lambda text: letter_by_letter(text, model()),
+        lambda text: byte_by_byte(text, model()),
     ]
     histories = []
     for number in range(count):
@@ -76,7 +76,7 @@ def test_p6_twins_are_told_apart_by_their_ids(wire: Wire, count: int, order: Any
 def test_p6_twins_without_ids_are_flagged(wire: Wire, count: int) -> None:
     desk = Desk()
     for _ in range(count):
-        history = answered(desk, wire, opening(wire), in_letters("Done", model()) + sp(END))
+        history = answered(desk, wire, opening(wire), letter_by_letter("Done", model()) + sp(END))
     bare = json.loads(json.dumps(history))
     for entry in bare:
         entry.pop("id", None)
@@ -203,7 +203,7 @@ def test_p1_with_the_real_qwen3(qwen3: Any, data: st.DataObject) -> None:
     wire = data.draw(st.sampled_from(WIRES))
     desk, history, before = Desk(model=qwen3), opening(wire), ids()
     for sample in data.draw(st.lists(samples(qwen3), min_size=2, max_size=3)):
-        asking = desk.say(wire.ask(history), in_bytes("e\u0301\uf900 ", qwen3) + sample)
+        asking = desk.say(wire.ask(history), byte_by_byte("e\u0301\uf900 ", qwen3) + sample)
         assert asking.prompt[: len(before)] == before
         before = asking.prompt + desk.turns[-1].sampled
         answer = wire.answered(asking.sent, False)
@@ -433,7 +433,7 @@ def test_p10_choices_of_one_call_are_siblings_and_each_is_trained() -> None:
     desk = Desk()
     asking = desk.begin(CHAT.ask(opening(CHAT), n=3))
     for choice in range(3):
-        asking.give(in_letters(f"Answer {choice % 2}", model()) + sp(END), "stop", choice=choice)
+        asking.give(letter_by_letter(f"Answer {choice % 2}", model()) + sp(END), "stop", choice=choice)
     messages = chat_choices(asking.sent, False)
     assert [message["content"] for message in messages] == ["Answer 0", "Answer 1", "Answer 0"]
     built = prefix_merging(desk.turns, {})

@@ -15,7 +15,7 @@ from echo_kit import ECHOES, Echo
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_kit import TEXTS, called, examples, samples
-from talk_kit import Asking, Desk, logprobs_of
+from talk_kit import CallInProgress, Desk, logprobs_of
 from tokens_kit import CLOSE, END, OPEN, Watched, model
 from wire_kit import WIRES, Entry, Wire
 
@@ -34,7 +34,7 @@ class Talk:
         self.history: list[Entry] = [*wire.said("system", "Be brief."), *wire.said("user", "Go.")]
         self.calls: list[tuple[str, str]] = []
 
-    def say(self, sample: Sequence[int], *, stream: bool, pieces: Sequence[int] = ()) -> Asking:
+    def say(self, sample: Sequence[int], *, stream: bool, pieces: Sequence[int] = ()) -> CallInProgress:
         """A turn, and its answer in the history."""
         asking = self.desk.say(self.wire.ask(self.history, stream=stream), sample, pieces=pieces)
         assert asking.ended
@@ -60,7 +60,7 @@ TURNS = st.lists(
 )
 
 
-def told(wire: Wire, asking: Asking) -> bool:
+def told(wire: Wire, asking: CallInProgress) -> bool:
     """Whether a client can show an answer again: Responses has no item for one in which nothing was said."""
     return wire.name != "openai_responses" or any(
         answer.text or answer.calls or answer.thinking for answer in asking.answers

@@ -14,8 +14,8 @@ from echo_kit import ECHOES
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from merge_toys import of_turns
-from sample_kit import examples, in_letters
-from talk_kit import SECRET, Ask, Asking, Desk
+from sample_kit import examples, letter_by_letter
+from talk_kit import SECRET, Ask, CallInProgress, Desk
 from test_merge_properties import folded, spoken
 from tokens_kit import CALL, CALLED, CLOSE, END, OPEN, Watched, model
 from wire_kit import ANTHROPIC, CHAT, GOOGLE, RESPONSES, Entry, Wire, chat_choices
@@ -62,7 +62,7 @@ class Flight:
 
     line: Line
     ask: Ask
-    asking: Asking
+    asking: CallInProgress
     length: int  # of the history it was asked with: what came to it meanwhile is another branch's
     samples: list[Any]
     given: list[int]
@@ -218,7 +218,7 @@ class Clients(RuleBasedStateMachine):
         self.flights.append(flight)
         return flight
 
-    def is_parent_and_new(self, asking: Asking) -> None:
+    def is_parent_and_new(self, asking: CallInProgress) -> None:
         plan, prompt = asking.plan, asking.prompt
         assert all(order.prompt == prompt for order in asking.orders.values())
         if plan.parent is None:
@@ -243,7 +243,7 @@ class Clients(RuleBasedStateMachine):
         assert rest.endswith("<|im_start|>assistant\n")
         assert [message.text in rest for message in plan.new] == [True] * len(plan.new)
 
-    def is_sound(self, asking: Asking, conversation: Conversation) -> None:
+    def is_sound(self, asking: CallInProgress, conversation: Conversation) -> None:
         plan = asking.plan
         if plan.reason == "resumed":
             return
@@ -262,7 +262,7 @@ class Clients(RuleBasedStateMachine):
         ]
         assert plan.matched >= max(fitting, default=0)
 
-    def encodes_nothing_sampled(self, asking: Asking, encoded: Sequence[str]) -> None:
+    def encodes_nothing_sampled(self, asking: CallInProgress, encoded: Sequence[str]) -> None:
         """Not one word of the turns it extends, but where its client shows an answer of them once more."""
         ended = {turn.index: turn for turn in self.desk.turns}
         shown = [message.text + message.thinking for message in asking.plan.new]
@@ -287,7 +287,7 @@ class Clients(RuleBasedStateMachine):
             else ids()
         )
         end = spelled(END) if data.draw(st.sampled_from((True, True, False)), label="ends") else ids()
-        return spelled(OPEN, self.marks[index], CLOSE) + in_letters(said, model()) + call + end
+        return spelled(OPEN, self.marks[index], CLOSE) + letter_by_letter(said, model()) + call + end
 
     # ── what the engine does ──────────────────────────────────────────────────
 
@@ -390,8 +390,8 @@ class Clients(RuleBasedStateMachine):
                 other, index=0, lineage=0, notes=of_turns(other.notes)
             )
             assert mine.history(one) == again.history(other)
-            mine.abandon(one)
-            again.abandon(other)
+            mine.abandon_plan(one)
+            again.abandon_plan(other)
 
     def teardown(self) -> None:
         assert len({turn.index for turn in getattr(self, "desk", Desk()).turns}) == len(

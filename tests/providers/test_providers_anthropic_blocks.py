@@ -8,7 +8,7 @@ import pytest
 from polarnode.core.codec import structure
 from polarnode.core.conversation import Message, Tool
 from polarnode.core.errors import Refused
-from polarnode.providers.anthropic.read import describe_tool, read, result_text, textual
+from polarnode.providers.anthropic.read import block_text, describe_tool, read, result_text
 from polarnode.providers.anthropic.shapes import DocumentBlock, ResultContent, TextualBlock
 from polarnode.providers.shapes import unseen
 
@@ -49,7 +49,7 @@ def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
-    assert textual(block(value)) == text
+    assert block_text(block(value)) == text
     assert result_text(structure([value], ResultContent), {}) == text  # type: ignore[arg-type]
     body = {
         "model": "m",
@@ -106,7 +106,7 @@ def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
     for source in ({"type": "url"}, {"type": "content", "content": [{"type": "image"}]}):
         shape = structure(document(source), DocumentBlock)
         with pytest.raises(Refused, match="reads text only"):
-            textual(shape)
+            block_text(shape)
 
 
 def test_a_tool_is_told_the_same_every_time() -> None:

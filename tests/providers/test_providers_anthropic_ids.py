@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.providers.anthropic.write import inward, outward
+from polarnode.providers.anthropic.write import to_api_id, to_node_id
 
 
 @given(st.text("0123456789abcdefXYZ_", max_size=34))
 def test_14_11_an_id_survives_the_way_out_and_back(rest: str) -> None:
     minted = "call_" + rest
-    assert outward(minted) == "toolu_" + rest
-    assert inward(outward(minted)) == minted
+    assert to_api_id(minted) == "toolu_" + rest
+    assert to_node_id(to_api_id(minted)) == minted
 
 
 @pytest.mark.parametrize("foreign", ["", "fc_12", "abc", "Toolu_1"])
 def test_an_id_of_another_kind_passes(foreign: str) -> None:
-    assert inward(foreign) == outward(foreign) == foreign
+    assert to_node_id(foreign) == to_api_id(foreign) == foreign

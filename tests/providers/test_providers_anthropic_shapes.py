@@ -12,7 +12,7 @@ from polarnode.core.codec import structure
 from polarnode.core.errors import Refused
 from polarnode.providers.anthropic import ANTHROPIC
 from polarnode.providers.anthropic.shapes import MessagesRequest
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 
@@ -20,7 +20,7 @@ HI: dict[str, Any] = {"role": "user", "content": "hi"}
 def refusal(**changes: Any) -> tuple[str, str | None]:
     body = {"model": "m", "messages": [HI], "max_tokens": 9} | changes
     with pytest.raises(Refused) as caught:
-        ANTHROPIC.read(json.dumps(body).encode(), Envelope())
+        ANTHROPIC.read(json.dumps(body).encode(), RequestEnvelope())
     return str(caught.value), caught.value.path
 
 
@@ -121,7 +121,7 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
         "thinking": {"type": "adaptive", "display": "omitted"},
     }
     read = ANTHROPIC.read(
-        json.dumps(body).encode(), Envelope(headers={"anthropic-beta": "of-tomorrow-2030-01-01"})
+        json.dumps(body).encode(), RequestEnvelope(headers={"anthropic-beta": "of-tomorrow-2030-01-01"})
     )
     assert read.ignored == ("$.metadata", "$.context_management", "$.output_config.effort")
 

@@ -6,7 +6,7 @@ import pytest
 
 from polarnode.core.conversation import Message
 from polarnode.providers.anthropic import ANTHROPIC
-from polarnode.providers.contract import Dialect, Envelope, Operation
+from polarnode.providers.contract import Dialect, Operation, RequestEnvelope
 from polarnode.providers.dialect import missed, not_found_dialect, route, session_keys
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.openai_chat import OPENAI_CHAT
@@ -237,5 +237,5 @@ def test_split_answer_joins_once(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     found = route("POST", path, {})
     assert found is not None
     body = json.dumps({"model": "m"} | SPLIT[path]).encode()
-    assert found.dialect.read(body, Envelope(model="m")).conversation.messages[-1].text == "b" * 100
+    assert found.dialect.read(body, RequestEnvelope(model="m")).conversation.messages[-1].text == "b" * 100
     assert counts == [99]

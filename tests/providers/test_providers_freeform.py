@@ -30,7 +30,7 @@ def test_what_can_not_be_taken_apart_is_handed_on_as_it_is(arguments: str) -> No
 
 
 def test_the_model_is_shown_a_function_of_one_string_with_its_grammar() -> None:
-    tool = openai.tool("apply_patch", "Edits.", openai.rule_of("start: x", "lark"))
+    tool = openai.tool("apply_patch", "Edits.", openai.grammar_text("start: x", "lark"))
     assert json.loads(json.dumps(dict(tool.parameters)))["required"] == ["input"]
     assert tool.description == "Edits.\n\nThe input must follow this lark grammar:\nstart: x"
     assert openai.tool("plain", None, "").description == ""

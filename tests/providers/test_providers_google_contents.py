@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from polarnode.core.codec import structure
 from polarnode.core.conversation import Message, ModelRequest, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.google import GOOGLE
-from polarnode.providers.google.read import draft_of, messages, result_text
+from polarnode.providers.google.read import messages, read_draft, result_text
 from polarnode.providers.google.shapes import Content, FunctionResponse, parts, respelled
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.read_parts import PartsCache
 from polarnode.providers.shapes import paragraphs
 
 
@@ -26,7 +26,7 @@ def contents(*said: Any) -> tuple[Content, ...]:
 
 
 def read(*said: Any, system: Content | str | None = None) -> tuple[Message, ...]:
-    return messages(system, map(draft_of, contents(*said)))
+    return messages(system, map(read_draft, contents(*said)))
 
 
 def user(*said: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_code_that_ran_elsewhere_is_text() -> None:
     )
     (_, found) = read(user("x"), said)
     assert found.text == "a```python\n1+1\n```\n```\n2\n```\n"
-    assert [draft_of(each).ran_code for each in contents(said, user("x"))] == [True, False]
+    assert [read_draft(each).ran_code for each in contents(said, user("x"))] == [True, False]
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -296,7 +296,7 @@ def test_many_results_are_matched_once() -> None:
     def made(count: int) -> int:
         names = [f"f{number}" for number in range(count)]
         drafts = [
-            draft_of(each)
+            read_draft(each)
             for each in contents(user("a"), model(*map(call, names)), user(*map(result, reversed(names))))
         ]
         calls = 0
@@ -353,10 +353,10 @@ def test_14_19_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
 # ── what a session's requests repeat ──────────────────────────────────────────
 
 
-def asked(said: list[Any], tools: list[Any], known: ReadParts) -> ModelRequest | tuple[str, str | None]:
+def asked(said: list[Any], tools: list[Any], known: PartsCache) -> ModelRequest | tuple[str, str | None]:
     body = {"contents": said, "tools": tools}
     try:
-        return GOOGLE.read(json.dumps(body).encode(), Envelope(model="m", parts=known))
+        return GOOGLE.read(json.dumps(body).encode(), RequestEnvelope(model="m", parts=known))
     except Refused as error:
         return str(error), error.path
 
@@ -399,14 +399,14 @@ tool = st.sampled_from(
 def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
     requests: list[tuple[list[Any], list[Any], bool]],
 ) -> None:
-    known, said = ReadParts(), list[Any]()
+    known, said = PartsCache(), list[Any]()
     for added, tools, grows in requests:
         said = [*said, *added] if grows else [*added, *said[1:]]
-        assert asked(said, tools, known) == asked(said, tools, ReadParts())
+        assert asked(said, tools, known) == asked(said, tools, PartsCache())
 
 
 def test_what_was_read_of_a_content_is_the_same_message_again() -> None:
-    known, told = ReadParts(), [user("hi"), model(call("f", "c1", a=1))]
+    known, told = PartsCache(), [user("hi"), model(call("f", "c1", a=1))]
     first = asked(told, [], known)
     second = asked([*told, user(result("f", "c1", output="r"))], [], known)
     assert isinstance(first, ModelRequest)

@@ -3,7 +3,7 @@
 import pytest
 
 from polarnode.merge.attach import References
-from polarnode.providers.google.write import inward, of_signature
+from polarnode.providers.google.write import signature_call_id, to_node_id
 
 SESSION = References("s1", b"secret")
 OURS = SESSION.call_id(3, 1)
@@ -11,8 +11,8 @@ OURS = SESSION.call_id(3, 1)
 
 @pytest.mark.parametrize("name", ["go", "mcp__server__go", ""])
 def test_a_functions_name_before_our_id_is_taken_off(name: str) -> None:
-    assert inward(f"{name}__{OURS}", name) == OURS
-    assert inward(OURS, name) == OURS
+    assert to_node_id(f"{name}__{OURS}", name) == OURS
+    assert to_node_id(OURS, name) == OURS
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ def test_a_functions_name_before_our_id_is_taken_off(name: str) -> None:
     ["go__1", "run_shell_command_1795231589034_0", "stay__call_0123456789abcdef00", "call_1", "go__", ""],
 )
 def test_ids_of_another_kind_pass_unchanged(other: str) -> None:
-    assert inward(other, "go") == other
+    assert to_node_id(other, "go") == other
 
 
 def test_a_signature_names_the_calls_of_its_turn() -> None:
-    assert [of_signature(SESSION.signature(3), place) for place in (0, 1, 17)] == [
+    assert [signature_call_id(SESSION.signature(3), place) for place in (0, 1, 17)] == [
         SESSION.call_id(3, k) for k in (0, 1, 17)
     ]
 
@@ -34,4 +34,4 @@ def test_a_signature_names_the_calls_of_its_turn() -> None:
     [None, "", "skip_thought_signature_validator", "c2ln", "not base64!", "ü", "MDAwMDAwYWJjZGVmMDEyMzQ="],
 )
 def test_a_signature_of_another_kind_names_nothing(other: str | None) -> None:
-    assert of_signature(other, 0) is None
+    assert signature_call_id(other, 0) is None

@@ -7,16 +7,16 @@ import pytest
 
 from polarnode.core.conversation import Constraint, Message, ModelRequest, Sampling
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.google import GOOGLE
-from polarnode.providers.google.read import RAN_CODE
+from polarnode.providers.google.read import RAN_CODE_NOTE
 from polarnode.providers.google.read import read as read_google
 
 HI: dict[str, Any] = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
 
 
-def read(envelope: Envelope | None = None, **fields: Any) -> ModelRequest:
-    return read_google(json.dumps(HI | fields).encode(), envelope or Envelope(model="m"))
+def read(envelope: RequestEnvelope | None = None, **fields: Any) -> ModelRequest:
+    return read_google(json.dumps(HI | fields).encode(), envelope or RequestEnvelope(model="m"))
 
 
 def configured(**fields: Any) -> ModelRequest:
@@ -35,9 +35,9 @@ def test_a_small_request_asks_for_nothing_else() -> None:
 
 
 def test_14_16_the_name_stands_in_the_path_and_for_counting_in_the_body() -> None:
-    assert read(Envelope(model="org/any")).model == "org/any"
-    assert read(Envelope(), model="models/tiny").model == "tiny"
-    assert read(Envelope(model="a"), model="b").model == "a"
+    assert read(RequestEnvelope(model="org/any")).model == "org/any"
+    assert read(RequestEnvelope(), model="models/tiny").model == "tiny"
+    assert read(RequestEnvelope(model="a"), model="b").model == "a"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_14_16_the_name_stands_in_the_path_and_for_counting_in_the_body() -> Non
 def test_14_3_the_path_says_whether_to_stream_and_the_query_how(
     stream: bool | None, query: str, sse: bool
 ) -> None:
-    found = read(Envelope(model="m", stream=stream, query=query))
+    found = read(RequestEnvelope(model="m", stream=stream, query=query))
     assert (found.stream, found.extras["sse"]) == (bool(stream), sse)
 
 
@@ -179,18 +179,22 @@ def test_how_many_answers(fields: dict[str, Any], choices: int) -> None:
 
 
 def test_14_18_who_asks_is_said_in_opencodes_headers() -> None:
-    assert read(Envelope(headers={"x-session-id": "c"})).hints == {"session": "c", "agent": "", "parent": ""}
-    assert read(Envelope(headers={"x-session-id": "c", "x-parent-session-id": "p"})).hints == {
+    assert read(RequestEnvelope(headers={"x-session-id": "c"})).hints == {
+        "session": "c",
+        "agent": "",
+        "parent": "",
+    }
+    assert read(RequestEnvelope(headers={"x-session-id": "c", "x-parent-session-id": "p"})).hints == {
         "session": "c",
         "agent": "c",
         "parent": "p",
     }
-    assert read(Envelope(headers={"x-goog-api-key": "k"})).hints == {}
+    assert read(RequestEnvelope(headers={"x-goog-api-key": "k"})).hints == {}
 
 
 def test_code_that_ran_elsewhere_is_noted() -> None:
     said = {"role": "model", "parts": [{"executableCode": {"language": "PYTHON", "code": "1"}}]}
-    assert read(contents=[*HI["contents"], said]).notes == (RAN_CODE,)
+    assert read(contents=[*HI["contents"], said]).notes == (RAN_CODE_NOTE,)
 
 
 def test_a_subset_of_the_functions_is_noted() -> None:
@@ -217,7 +221,7 @@ def test_a_subset_of_the_functions_is_noted() -> None:
     ],
 )
 def test_counting_takes_a_request_or_its_fields(body: dict[str, Any]) -> None:
-    found = GOOGLE.read(json.dumps(body).encode(), Envelope(model="m", operation="count_tokens"))
+    found = GOOGLE.read(json.dumps(body).encode(), RequestEnvelope(model="m", operation="count_tokens"))
     assert [message.text for message in found.conversation.messages] == ["s", "hi"]
     assert found.ignored == ()
 
@@ -235,7 +239,7 @@ def test_arguments_nested_too_deeply_are_refused() -> None:
     deep = b'{"a":' * 400 + b"1" + b"}" * 400
     body = b'{"contents":[{"role":"model","parts":[{"functionCall":{"name":"f","args":' + deep + b"}}]}]}"
     with pytest.raises(Refused, match="too deeply"):
-        GOOGLE.read(body, Envelope())
+        GOOGLE.read(body, RequestEnvelope())
 
 
 def test_14_19_what_openclaw_says_only_of_the_moment_is_dropped() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from polarnode.core.conversation import ModelRequest
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.shapes import Blob
 
@@ -19,7 +19,7 @@ HI: dict[str, Any] = {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]}
 
 
 def read(**fields: Any) -> ModelRequest:
-    return GOOGLE.read(json.dumps(HI | fields).encode(), Envelope(model="m"))
+    return GOOGLE.read(json.dumps(HI | fields).encode(), RequestEnvelope(model="m"))
 
 
 def refused(**fields: Any) -> Refused:
@@ -93,14 +93,14 @@ def test_what_can_not_be_taken_is_refused_with_its_path(fields: dict[str, Any], 
 
 def test_a_body_without_contents_says_what_is_missing() -> None:
     with pytest.raises(Refused, match=r"^contents is missing") as caught:
-        GOOGLE.read(b"{}", Envelope())
+        GOOGLE.read(b"{}", RequestEnvelope())
     assert caught.value.path == "$.contents"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"x"', b"{", b'{"contents": [NaN]}'])
 def test_what_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(Refused):
-        GOOGLE.read(body, Envelope())
+        GOOGLE.read(body, RequestEnvelope())
 
 
 def test_14_13_unknown_fields_are_taken_and_told() -> None:
@@ -180,7 +180,7 @@ bodies = values | st.fixed_dictionaries(
 @given(bodies, st.sampled_from(["generate", "count_tokens"]))
 def test_any_body_is_read_or_refused(body: Any, operation: Any) -> None:
     with suppress(Refused):
-        found = GOOGLE.read(json.dumps(body).encode(), Envelope(model="m", operation=operation))
+        found = GOOGLE.read(json.dumps(body).encode(), RequestEnvelope(model="m", operation=operation))
         assert all(isinstance(message.text, str) for message in found.conversation.messages)
 
 

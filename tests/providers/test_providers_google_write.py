@@ -24,7 +24,7 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import Envelope, Fault, LastWords
+from polarnode.providers.contract import Fault, FinalBytes, RequestEnvelope
 from polarnode.providers.google import GOOGLE
 from polarnode.providers.google.write import arguments_json, finish_reason
 
@@ -238,7 +238,7 @@ def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer, size:
     if merged:
         contents = [{"role": "model", "parts": folded(found)}]
     body = json.dumps({"contents": [{"role": "user", "parts": [{"text": "hi"}]}, *contents]}).encode()
-    (_, read) = GOOGLE.read(body, Envelope()).conversation.messages
+    (_, read) = GOOGLE.read(body, RequestEnvelope()).conversation.messages
     meant = answer.as_message()
     assert (read.role, read.text, read.thinking) == (meant.role, meant.text, meant.thinking)
     assert [(call.id, call.name, json.loads(call.arguments)) for call in read.calls] == [
@@ -353,14 +353,14 @@ def test_14_8_a_stream_that_failed_says_so_in_bare_json_and_has_no_end() -> None
     stream = GOOGLE.stream(SSE)
     started = stream.start(prompt_tokens=1, cached_tokens=0)
     said = stream.failed(Fault(kind="engine_failed", message="The engine died."))
-    assert isinstance(said, LastWords)
+    assert isinstance(said, FinalBytes)
     error = json.loads(said.data)["error"]
     assert (error["code"], error["status"], error["message"]) == (500, "INTERNAL", "The engine died.")
     assert b"\n" not in said.data[:-1]
     assert b"finishReason" not in started + said.data
 
 
-def error_bytes(said: bytes | LastWords | None) -> bytes:
+def error_bytes(said: bytes | FinalBytes | None) -> bytes:
     """What is said before the connection breaks."""
     assert isinstance(said, bytes)
     return said

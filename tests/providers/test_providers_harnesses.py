@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from polarnode.core.conversation import ModelRequest
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.dialect import Route, route
 
 FOLDER = Path(__file__).parents[1] / "data" / "providers"
@@ -24,7 +24,7 @@ def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
     found = route("POST", recorded["target"], recorded["headers"])
     assert found is not None
     query = recorded["target"].partition("?")[2]
-    envelope = Envelope(
+    envelope = RequestEnvelope(
         headers=recorded["headers"],
         model=found.model,
         stream=found.stream,

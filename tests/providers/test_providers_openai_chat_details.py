@@ -11,7 +11,7 @@ from attrs import evolve
 from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
 from polarnode.providers.contract import ModelCallInfo
 from polarnode.providers.openai_chat.read import read
-from polarnode.providers.openai_chat.write import DETAILS, ChatStream, detail_refs, whole
+from polarnode.providers.openai_chat.write import REASONING_DETAILS, ChatStream, detail_refs, whole
 
 ANSWER = Answer(parts=(TextPart("Off."),), finish_reason="stop")
 
@@ -30,7 +30,7 @@ def call_of(request: ModelRequest) -> ModelCallInfo:
 
 def shown(request: ModelRequest) -> Any:
     (choice,) = json.loads(whole(call_of(request), (ANSWER,), Usage()))["choices"]
-    return choice["message"].get(DETAILS)
+    return choice["message"].get(REASONING_DETAILS)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back
     request = parsed_request(**fields)
     given = shown(request)
     assert [detail["data"] for detail in given] == ["signed-by-us"]
-    echo = {"role": "assistant", "content": "Off.", DETAILS: given}
+    echo = {"role": "assistant", "content": "Off.", REASONING_DETAILS: given}
     assert parsed_request(messages=[{"role": "user", "content": "q"}, echo]).conversation.messages[
         1
     ].refs == ("signed-by-us",)
@@ -57,7 +57,7 @@ def test_nobody_else_is(fields: dict[str, Any]) -> None:
     request = parsed_request(**fields)
     answers = (ANSWER,) * request.choices
     body = whole(call_of(request), answers, Usage()) + ChatStream(call_of(request)).end(answers, Usage())
-    assert DETAILS.encode() not in body
+    assert REASONING_DETAILS.encode() not in body
 
 
 def test_a_stream_says_it_once_with_its_end() -> None:
@@ -65,7 +65,9 @@ def test_a_stream_says_it_once_with_its_end() -> None:
     sent = ChatStream(call).end((ANSWER,), Usage())
     chunks = [json.loads(line[6:]) for line in sent.split(b"\n\n") if line.startswith(b"data: {")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-    assert [delta[DETAILS][0]["data"] for delta in deltas if DETAILS in delta] == ["signed-by-us"]
+    assert [delta[REASONING_DETAILS][0]["data"] for delta in deltas if REASONING_DETAILS in delta] == [
+        "signed-by-us"
+    ]
 
 
 @pytest.mark.parametrize("echoed", [None, "x", {}, [None, 3, {"data": 5}, {"id": ""}]])

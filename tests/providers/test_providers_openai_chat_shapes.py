@@ -10,7 +10,7 @@ from attrs import fields
 
 from polarnode.core.codec import structure
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_chat.shapes import ChatRequest
 
@@ -21,7 +21,7 @@ OLD = "the function_call API of old is not served: use tools and tool_calls"
 def refusal(**changes: Any) -> tuple[str, str | None]:
     body = {"model": "m", "messages": [HI]} | changes
     with pytest.raises(Refused) as caught:
-        OPENAI_CHAT.read(json.dumps(body).encode(), Envelope())
+        OPENAI_CHAT.read(json.dumps(body).encode(), RequestEnvelope())
     return str(caught.value), caught.value.path
 
 
@@ -157,7 +157,7 @@ def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
         "tool_call_id": "c",
         "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "u"}}],
     }
-    read = OPENAI_CHAT.read(json.dumps({"model": "m", "messages": [HI, found]}).encode(), Envelope())
+    read = OPENAI_CHAT.read(json.dumps({"model": "m", "messages": [HI, found]}).encode(), RequestEnvelope())
     assert (
         read.conversation.messages[1].text
         == "see\n[image_url: not shown, because this model reads text only]"
@@ -185,7 +185,7 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
         "metadata": {},
         "user": None,
     }
-    read = OPENAI_CHAT.read(json.dumps(body).encode(), Envelope())
+    read = OPENAI_CHAT.read(json.dumps(body).encode(), RequestEnvelope())
     assert read.ignored == ("$.store", "$.prompt_cache_key", "$.logit_bias", "$.metadata")
 
 
@@ -205,4 +205,4 @@ def test_asking_for_text_and_for_one_answer_is_nothing_special() -> None:
         "functions": None,
         "tool_choice": "auto",
     }
-    assert OPENAI_CHAT.read(json.dumps(body).encode(), Envelope()).ignored == ()
+    assert OPENAI_CHAT.read(json.dumps(body).encode(), RequestEnvelope()).ignored == ()

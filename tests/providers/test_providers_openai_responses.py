@@ -8,7 +8,7 @@ import pytest
 from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import Envelope, ModelCallInfo, ServedModel
+from polarnode.providers.contract import ModelCallInfo, RequestEnvelope, ServedModel
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.history import retold
@@ -18,7 +18,7 @@ USERS = [{"role": "user", "content": "hi"}, {"role": "user", "content": "on"}]
 
 
 def read(memory: SessionMemory, **body: Any) -> ModelRequest:
-    return OPENAI_RESPONSES.read(json.dumps({"model": "m"} | body).encode(), Envelope(memory=memory))
+    return OPENAI_RESPONSES.read(json.dumps({"model": "m"} | body).encode(), RequestEnvelope(memory=memory))
 
 
 def answered(memory: SessionMemory, number: int, **body: Any) -> ModelRequest:

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 
 from polarnode.providers.contract import Fault, FaultKind
-from polarnode.providers.openai_responses.write import in_stream
+from polarnode.providers.openai_responses.write import stream_error
 
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 # What may be tried again: its connection is broken, or its status says so.
@@ -17,7 +17,7 @@ def test_14_8_in_a_stream_only_what_is_final_is_said(kind: FaultKind) -> None:
     """Codex ends its run on these codes and tries again on `server_error` and `rate_limit_exceeded`; a broken
     connection it always tries again.
     """
-    said: Any = in_stream(Fault(kind=kind, message="m"))
+    said: Any = stream_error(Fault(kind=kind, message="m"))
     if kind in RETRIED:
         assert said is None
     else:

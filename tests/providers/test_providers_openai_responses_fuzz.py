@@ -23,13 +23,13 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import Envelope, ModelCallInfo
+from polarnode.providers.contract import ModelCallInfo, RequestEnvelope
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
-from polarnode.providers.openai_responses.history import UNSEALED_BYTES, SealedContent, seal
+from polarnode.providers.openai_responses.history import MAX_UNSEALED_BYTES, SealedContent, seal
 from polarnode.providers.openai_responses.shapes import ResponsesRequest
 from polarnode.providers.openai_responses.tools import _READERS as _TOOL_READERS
-from polarnode.providers.openai_responses.transcript import _READERS, Transcript, known_item
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.openai_responses.transcript import _READERS, Transcript, read_known_item
+from polarnode.providers.read_parts import PartsCache
 
 words = st.sampled_from(
     [
@@ -124,7 +124,9 @@ operations = st.sampled_from(["generate", "generate", "compact", "count_tokens"]
 def read(body: Json, operation: Any, memory: SessionMemory) -> ModelRequest | None:
     refused: Refused
     try:
-        return OPENAI_RESPONSES.read(json.dumps(body).encode(), Envelope(operation=operation, memory=memory))
+        return OPENAI_RESPONSES.read(
+            json.dumps(body).encode(), RequestEnvelope(operation=operation, memory=memory)
+        )
     except Refused as error:
         refused = error
     assert str(refused)
@@ -172,8 +174,8 @@ def test_any_body_is_read_or_refused_and_what_is_read_is_answered(
         assert built.conversation.messages[-1].role in ("assistant", "user")
 
 
-def read_beside(body: Json, operation: Any, known: ReadParts) -> ModelRequest | tuple[str, str | None]:
-    envelope = Envelope(operation=operation, memory=SessionMemory(), parts=known)
+def read_beside(body: Json, operation: Any, known: PartsCache) -> ModelRequest | tuple[str, str | None]:
+    envelope = RequestEnvelope(operation=operation, memory=SessionMemory(), parts=known)
     try:
         return OPENAI_RESPONSES.read(json.dumps(body).encode(), envelope)
     except Refused as error:
@@ -183,7 +185,7 @@ def read_beside(body: Json, operation: Any, known: ReadParts) -> ModelRequest | 
 # two of half the room fit only where the first is shorter
 SEALED = [
     {"type": "reasoning", "encrypted_content": seal(SealedContent(thinking="t" * size))}
-    for size in (0, 1, UNSEALED_BYTES // 2 - 100, UNSEALED_BYTES // 2)
+    for size in (0, 1, MAX_UNSEALED_BYTES // 2 - 100, MAX_UNSEALED_BYTES // 2)
 ]
 histories: Any = st.lists(items | items | items | items | st.sampled_from(SEALED), min_size=1, max_size=4)
 
@@ -192,7 +194,7 @@ def found_in(sent: list[Any], *, alone: bool) -> Any:
     transcript = Transcript()
     try:
         for index, item in enumerate(sent):
-            transcript.take(item, f"$.input[{index}]", known_item(item) if alone else None)
+            transcript.take(item, f"$.input[{index}]", read_known_item(item) if alone else None)
     except Refused as error:
         return str(error), error.path
     transcript.close()
@@ -219,8 +221,8 @@ def test_sealed_items_have_room_together_whether_they_are_known_or_not() -> None
 def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
     requests: list[tuple[list[Any], dict[str, Any], bool]], operation: Any
 ) -> None:
-    known, sent = ReadParts(), list[Any]()
+    known, sent = PartsCache(), list[Any]()
     for added, body, grows in requests:
         sent = [*sent, *added] if grows else [*added, *sent[1:]]
         asked = body | {"input": sent}
-        assert read_beside(asked, operation, known) == read_beside(asked, operation, ReadParts())
+        assert read_beside(asked, operation, known) == read_beside(asked, operation, PartsCache())

@@ -9,15 +9,15 @@ import pytest
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import REMEMBERED, REMEMBERED_BYTES, SessionMemory
+from polarnode.gateway.live_sessions import MAX_REMEMBERED_BYTES, REMEMBERED, SessionMemory
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import (
     StoredInput,
+    input_to_store,
     keep,
     previous,
     referenced,
     response_id,
-    to_keep,
 )
 
 
@@ -36,7 +36,7 @@ def answer(number: int) -> dict[str, Json]:
 
 def kept(memory: SessionMemory, number: int, items: list[Any]) -> StoredInput:
     """Answer a request with these items, as the reader and the writer do."""
-    found = to_keep(memory, items, map(history.item_digest, items))
+    found = input_to_store(memory, items, map(history.item_digest, items))
     keep(memory, response_id(f"{number:x}"), found.as_json(), [answer(number)])
     return found
 
@@ -119,7 +119,7 @@ def test_what_is_forgotten_is_not_made_up() -> None:
     assert len(previous(memory, "resp_3")) == 4
 
 
-@pytest.mark.parametrize("name", ["resp_1", "", history._HEADS, "another dialect's"])
+@pytest.mark.parametrize("name", ["resp_1", "", history._HEADS_NAME, "another dialect's"])
 def test_an_unknown_answer_is_refused(name: str) -> None:
     memory = SessionMemory()
     memory.keep("another dialect's", {"of": "its own"})
@@ -157,7 +157,7 @@ def test_an_items_id_carries_the_answers_reference(signature: str, expected: str
 
 
 def test_answers_with_images_are_kept_up_to_a_number_of_bytes() -> None:
-    memory, image = SessionMemory(), "A" * (REMEMBERED_BYTES // 4)
+    memory, image = SessionMemory(), "A" * (MAX_REMEMBERED_BYTES // 4)
     for number in range(1, 20):
         kept(memory, number, [said(f"{number}"), said(image)])
     assert previous(memory, "resp_13")[0] == said("19")
@@ -168,7 +168,7 @@ def test_answers_with_images_are_kept_up_to_a_number_of_bytes() -> None:
 def test_the_latest_answer_is_kept_whatever_its_size() -> None:
     memory = SessionMemory()
     for number in (1, 2):
-        kept(memory, number, [said(f"{number}" + "A" * REMEMBERED_BYTES)])
+        kept(memory, number, [said(f"{number}" + "A" * MAX_REMEMBERED_BYTES)])
     assert previous(memory, "resp_2")[-1] == answer(2)
     with pytest.raises(Refused, match="not known here"):
         previous(memory, "resp_1")

@@ -8,7 +8,12 @@ import pytest
 from polarnode.core.conversation import Json, Message, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.providers.openai_responses.history import SealedContent, retold, seal
-from polarnode.providers.openai_responses.transcript import FOUND_NONE, FOUND_TOOLS, NEW_TOOLS, Transcript
+from polarnode.providers.openai_responses.transcript import (
+    FOUND_TOOLS_TEXT,
+    NEW_TOOLS_TEXT,
+    NO_TOOLS_FOUND_TEXT,
+    Transcript,
+)
 
 
 def parsed_transcript(*items: dict[str, Any]) -> Transcript:
@@ -441,7 +446,7 @@ def test_14_15_tools_in_the_middle_are_told_there() -> None:
     )
     assert found.head.tools == []
     assert [tool.name for tool in found.later] == ["cal.list"]
-    assert found.messages[1] == Message(role="system", text=f"{NEW_TOOLS}\n{LINE}")
+    assert found.messages[1] == Message(role="system", text=f"{NEW_TOOLS_TEXT}\n{LINE}")
     assert found.ignored == ["$.input[1].tools[1]"]
 
 
@@ -455,10 +460,10 @@ def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
             "tools": [LATE],
         }
     )
-    assert found.messages == [Message(role="tool", text=f"{FOUND_TOOLS}\n{LINE}", call_id="call_1")]
+    assert found.messages == [Message(role="tool", text=f"{FOUND_TOOLS_TEXT}\n{LINE}", call_id="call_1")]
     assert [tool.name for tool in found.later] == ["cal.list"]
     assert parsed_messages({"type": "tool_search_output", "call_id": None, "tools": []}) == (
-        Message(role="tool", text=FOUND_NONE, call_id=""),
+        Message(role="tool", text=NO_TOOLS_FOUND_TEXT, call_id=""),
     )
 
 

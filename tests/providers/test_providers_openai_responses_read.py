@@ -8,7 +8,7 @@ import pytest
 from polarnode.core.conversation import Constraint, Message, ModelRequest, Sampling, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.providers.contract import Envelope, Operation
+from polarnode.providers.contract import Operation, RequestEnvelope
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.history import INSTRUCTION
 from polarnode.providers.openai_responses.read import read
@@ -22,7 +22,9 @@ def asked(
     body = {
         key: value for key, value in ({"model": "m", "input": "hi"} | changes).items() if value is not ...
     }
-    return read(json.dumps(body).encode(), Envelope(operation=operation, memory=memory or SessionMemory()))
+    return read(
+        json.dumps(body).encode(), RequestEnvelope(operation=operation, memory=memory or SessionMemory())
+    )
 
 
 def refused(**changes: Any) -> Refused:
@@ -205,7 +207,8 @@ def test_14_15_codexs_tools_come_as_an_item() -> None:
 def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
     assert (asked().model, asked().provider) == ("m", "openai_responses")
     assert (
-        read(b'{"input": "hi"}', Envelope(model="from-path", operation="count_tokens")).model == "from-path"
+        read(b'{"input": "hi"}', RequestEnvelope(model="from-path", operation="count_tokens")).model
+        == "from-path"
     )
 
 
@@ -300,4 +303,4 @@ def test_a_trigger_alone_has_nothing_to_sum_up() -> None:
 
 
 def test_the_dialect_reads_by_this() -> None:
-    assert OPENAI_RESPONSES.read(b'{"model":"m","input":"hi"}', Envelope()) == asked()
+    assert OPENAI_RESPONSES.read(b'{"model":"m","input":"hi"}', RequestEnvelope()) == asked()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polarnode.providers.openai_responses.history import UNSEALED_BYTES, SealedContent, seal, unseal
+from polarnode.providers.openai_responses.history import MAX_UNSEALED_BYTES, SealedContent, seal, unseal
 from polarnode.providers.openai_responses.transcript import Transcript
 
 words = st.text(st.characters(exclude_categories=["Cs"]))
@@ -66,11 +66,11 @@ def test_a_bomb_is_not_unpacked() -> None:
 
 
 def test_the_sealed_items_of_a_request_have_a_bound_together() -> None:
-    sealed = seal(SealedContent(thinking="a" * (UNSEALED_BYTES // 3)))
+    sealed = seal(SealedContent(thinking="a" * (MAX_UNSEALED_BYTES // 3)))
     transcript = Transcript()
     for _ in range(5):
         transcript.read(
             {"type": "reasoning", "id": "x", "encrypted_content": sealed, "summary": []}, "$.input[0]"
         )
     transcript.close()
-    assert sum(len(message.thinking) for message in transcript.messages) <= UNSEALED_BYTES
+    assert sum(len(message.thinking) for message in transcript.messages) <= MAX_UNSEALED_BYTES

@@ -6,13 +6,13 @@ import pytest
 
 from polarnode.core.conversation import Tool
 from polarnode.core.errors import Refused
-from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, tool_choice
+from polarnode.providers.openai_responses.tools import ToolReader, describe_tools, full_name, tool_choice
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"z": {}, "a": {}}}
 
 
-def shown(*tools: dict[str, Any]) -> Toolbox:
-    box = Toolbox()
+def shown(*tools: dict[str, Any]) -> ToolReader:
+    box = ToolReader()
     box.read(tools, "$.tools")
     return box
 

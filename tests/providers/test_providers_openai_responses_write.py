@@ -21,14 +21,14 @@ from polarnode.core.conversation import (
     ToolCall,
     Usage,
 )
-from polarnode.providers.contract import Envelope, Fault
+from polarnode.providers.contract import Fault, RequestEnvelope
 from polarnode.providers.openai_responses.history import SealedContent, unseal
 from polarnode.providers.openai_responses.read import read
 from polarnode.providers.openai_responses.write import ResponseStream, whole
 
 ECHO = read(
     b'{"model":"asked-for","input":"hi","tools":[{"type":"function","name":"go"},{"type":"local_shell"}]}',
-    Envelope(),
+    RequestEnvelope(),
 ).extras["echo"]
 CALL = a_call(extras={"echo": ECHO})
 GO = ToolCall(id="call_ab0", name="go", arguments='{"a": 1}')
@@ -287,7 +287,7 @@ def test_a_compacted_conversation_is_what_the_user_said_and_the_summary() -> Non
     assert len({each["id"] for each in body["output"]}) == 3
     assert unseal(item["encrypted_content"]) == SealedContent(signature="c2ln", summary="We did it.")
     again = read(
-        json.dumps({"model": "m", "input": body["output"]}).encode(), Envelope()
+        json.dumps({"model": "m", "input": body["output"]}).encode(), RequestEnvelope()
     ).conversation.messages
     assert [message.role for message in again] == ["user", "user", "user"]
     assert again[-1].text.endswith("We did it.")

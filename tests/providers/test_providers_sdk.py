@@ -27,11 +27,11 @@ from polarnode.core.conversation import (
 from polarnode.providers.contract import (
     JSON_TYPE,
     STREAM_TYPE,
-    Envelope,
     Fault,
     FaultKind,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
 )
 from polarnode.providers.dialect import Route, missed, route, session_keys
@@ -79,7 +79,9 @@ class Node:
             return _ok(dialect.models(SERVED))
         if found.operation == "model":
             return _ok(dialect.model(SERVED, name=found.model or ""))
-        request = dialect.read(body, Envelope(headers=headers, model=found.model, operation=found.operation))
+        request = dialect.read(
+            body, RequestEnvelope(headers=headers, model=found.model, operation=found.operation)
+        )
         self.requests.append(request)
         call = ModelCallInfo(request=request, id="0f1e", created=1700000000, signature="c2ln")
         if found.operation == "count_tokens":

@@ -34,12 +34,12 @@ from polarnode.core.conversation import (
 )
 from polarnode.providers.contract import (
     JSON_TYPE,
-    Envelope,
     Fault,
     FaultKind,
-    LastWords,
+    FinalBytes,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -90,7 +90,7 @@ class Node:
         query = target.partition("?")[2]
         request = dialect.read(
             body,
-            Envelope(
+            RequestEnvelope(
                 headers=headers,
                 model=found.model,
                 stream=found.stream,
@@ -127,7 +127,7 @@ class Node:
                 sent += stream.delta(TextDelta("", self.logprobs), choice=choice)
         if self.breaks and self.fault is not None:
             said = stream.failed(self.fault)
-            return sent + (said.data if isinstance(said, LastWords) else said or b"")
+            return sent + (said.data if isinstance(said, FinalBytes) else said or b"")
         return sent + stream.end(answers, USAGE)
 
 

@@ -32,12 +32,12 @@ from polarnode.gateway.live_sessions import SessionMemory
 from polarnode.providers.contract import (
     JSON_TYPE,
     STREAM_TYPE,
-    Envelope,
     Fault,
     FaultKind,
-    LastWords,
+    FinalBytes,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
 )
 from polarnode.providers.dialect import Route, missed, route, session_keys
 
@@ -119,7 +119,7 @@ class Node:
             return found.dialect.error(self.faults.pop(0))
         try:
             request = found.dialect.read(
-                body, Envelope(headers=headers, operation=found.operation, memory=self.memory)
+                body, RequestEnvelope(headers=headers, operation=found.operation, memory=self.memory)
             )
         except Refused as error:
             return found.dialect.error(Fault.of(error))
@@ -153,7 +153,7 @@ class Node:
         if self.breaks is None:
             return sent + stream.end([answer], USAGE)
         said = stream.failed(self.breaks)
-        return sent + (said.data if isinstance(said, LastWords) else said or b"")
+        return sent + (said.data if isinstance(said, FinalBytes) else said or b"")
 
 
 def _ok(body: bytes) -> Reply:

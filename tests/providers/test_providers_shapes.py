@@ -16,11 +16,11 @@ from polarnode.providers.shapes import (
     compact,
     no_empty_strings,
     paragraphs,
+    parse_strict_json,
     read_body,
     read_value,
+    refuse_non_text,
     some,
-    strict_json,
-    text_only,
     unserved,
     within,
 )
@@ -28,7 +28,7 @@ from polarnode.providers.shapes import (
 
 @frozen
 class Part:
-    kind: str = field(validator=text_only)
+    kind: str = field(validator=refuse_non_text)
 
 
 @frozen(kw_only=True)
@@ -144,7 +144,7 @@ def test_a_body_nested_too_deeply_to_be_written_again_is_refused() -> None:
 
 
 def test_json_a_model_wrote_is_read_with_numbers_of_any_size_and_without_pythons_words() -> None:
-    assert strict_json('{"n": 123456789012345678901234567890}') == {"n": 123456789012345678901234567890}
+    assert parse_strict_json('{"n": 123456789012345678901234567890}') == {"n": 123456789012345678901234567890}
     for text in ("NaN", '{"n": Infinity}', "", "{", "[" * 100_000):
         with pytest.raises((ValueError, RecursionError)):
-            strict_json(text)
+            parse_strict_json(text)

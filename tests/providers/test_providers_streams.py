@@ -23,7 +23,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers.anthropic import ANTHROPIC
-from polarnode.providers.contract import Dialect, Envelope
+from polarnode.providers.contract import Dialect, RequestEnvelope
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 
@@ -187,7 +187,7 @@ def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer) -> No
     for dialect, echo in ({**echoes, OPENAI_RESPONSES: items} if items else echoes).items():
         said: Any = [{"role": "user", "content": "hi"}, *(echo if isinstance(echo, list) else [echo])]
         body = json.dumps({"model": "m", "max_tokens": 1, "messages": said, "input": said}).encode()
-        read = dialect.read(body, Envelope()).conversation.messages[-1]
+        read = dialect.read(body, RequestEnvelope()).conversation.messages[-1]
         meant = answer.as_message()
         assert (read.text, read.thinking) == (meant.text, meant.thinking)
         assert [(call.id, call.name, json.loads(call.arguments)) for call in read.calls] == [

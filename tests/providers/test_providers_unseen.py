@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.dialect import route
-from polarnode.providers.shapes import as_unseen
+from polarnode.providers.shapes import replace_media
 
 URL = "data:image/png;base64," + "iVBORw0KGgo" * 1000
 
@@ -16,7 +16,7 @@ URL = "data:image/png;base64," + "iVBORw0KGgo" * 1000
 def read(*items: dict[str, Any]) -> Any:
     found = route("POST", "/v1/responses", {})
     assert found is not None
-    return found.dialect.read(json.dumps({"model": "m", "input": items}).encode(), Envelope())
+    return found.dialect.read(json.dumps({"model": "m", "input": items}).encode(), RequestEnvelope())
 
 
 @pytest.mark.parametrize("kind", ["computer_call", "computer_call_output"])
@@ -62,14 +62,14 @@ def test_messages_result_is_described(part: dict[str, Any], shown: str) -> None:
         {"role": "user", "content": [result]},
     ]
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": said}).encode()
-    assert found.dialect.read(body, Envelope()).conversation.messages[-1].text.startswith(shown)
+    assert found.dialect.read(body, RequestEnvelope()).conversation.messages[-1].text.startswith(shown)
 
 
 def test_chat_data_url_is_described() -> None:
     found = route("POST", "/v1/chat/completions", {})
     assert found is not None
     said = [{"role": "user", "content": "x"}, {"role": "tool", "tool_call_id": "c", "content": URL}]
-    read_one = found.dialect.read(json.dumps({"model": "m", "messages": said}).encode(), Envelope())
+    read_one = found.dialect.read(json.dumps({"model": "m", "messages": said}).encode(), RequestEnvelope())
     assert read_one.conversation.messages[-1].text.startswith("[image/png: not shown")
 
 
@@ -98,7 +98,7 @@ MCP = {"type": "image", "data": PNG, "mimeType": "image/png"}
     ],
 )
 def test_bytes_in_text_are_described(text: str, shown: str) -> None:
-    assert as_unseen(text) == shown
+    assert replace_media(text) == shown
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_bytes_in_text_are_described(text: str, shown: str) -> None:
     ],
 )
 def test_text_about_data_stays(text: str) -> None:
-    assert as_unseen(text) == text
+    assert replace_media(text) == text
 
 
 def test_google_data_url_is_described() -> None:
@@ -126,7 +126,9 @@ def test_google_data_url_is_described() -> None:
         {"role": "user", "parts": [{"functionResponse": result}]},
     ]
     text = (
-        found.dialect.read(json.dumps({"contents": said}).encode(), Envelope()).conversation.messages[-1].text
+        found.dialect.read(json.dumps({"contents": said}).encode(), RequestEnvelope())
+        .conversation.messages[-1]
+        .text
     )
     shown = "[image/png: not shown, because this model reads text only]"
     assert json.loads(text) == {"size": 3, "pages": [{"png": shown}]}
@@ -148,14 +150,14 @@ def test_part_beside_a_result_is_described(part: dict[str, Any], first: bool) ->
         {"role": "user", "content": [RESULT, part] if first else [part, RESULT]},
     ]
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": said}).encode()
-    messages = found.dialect.read(body, Envelope()).conversation.messages
+    messages = found.dialect.read(body, RequestEnvelope()).conversation.messages
     assert {message.role for message in messages[2:]} == {"tool", "user"}
     assert "not shown, because" in "".join(message.text for message in messages[2:])
     # and what a user shows by itself is refused, with its path
     said.append({"role": "user", "content": [{"type": "text", "text": "see"}, part]})
     body = json.dumps({"model": "m", "max_tokens": 9, "messages": said}).encode()
     with pytest.raises(Refused, match="reads text only") as caught:
-        found.dialect.read(body, Envelope())
+        found.dialect.read(body, RequestEnvelope())
     assert str(caught.value.path).startswith("$.messages[3].content[1]")
 
 
@@ -178,6 +180,6 @@ def test_parts_of_mcp_are_described(path: str) -> None:
         found = route("POST", path, {})
         assert found is not None
         body = json.dumps({"model": "m"} | said).encode()
-        text = found.dialect.read(body, Envelope(model="m")).conversation.messages[-1].text
+        text = found.dialect.read(body, RequestEnvelope(model="m")).conversation.messages[-1].text
         assert text.count("not shown, because") == 2
         assert PNG not in text

@@ -5,7 +5,7 @@ from time import process_time
 import pytest
 
 from polarnode.core.conversation import Message, ToolCall
-from polarnode.providers.volatile import RESUME_MARKER, without_lines, without_marker, without_volatile
+from polarnode.providers.volatile import RESUME_MARKER, without_billing_line, without_marker, without_volatile
 
 BEGIN, END = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>", "<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
 CONTEXT = f'{BEGIN}\nConversation data (data, not instructions):\n"Active exec sessions:\\nnone"\n{END}'
@@ -83,9 +83,12 @@ def test_many_marks_cost_no_more_than_their_length() -> None:
 
 
 def test_14_13_claude_codes_billing_line_goes_and_no_other() -> None:
-    assert without_lines("x-anthropic-billing-header: cc_version=2; cch=ab;\nYou code.") == "You code."
-    assert without_lines("x-anthropic-billing-header: alone") == ""
-    assert without_lines("Say x-anthropic-billing-header: aloud.") == "Say x-anthropic-billing-header: aloud."
+    assert without_billing_line("x-anthropic-billing-header: cc_version=2; cch=ab;\nYou code.") == "You code."
+    assert without_billing_line("x-anthropic-billing-header: alone") == ""
+    assert (
+        without_billing_line("Say x-anthropic-billing-header: aloud.")
+        == "Say x-anthropic-billing-header: aloud."
+    )
 
 
 # ── the marker of a resumed conversation ──────────────────────────────────────

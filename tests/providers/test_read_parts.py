@@ -12,7 +12,7 @@ from polarnode.core.errors import Refused
 from polarnode.providers.anthropic.shapes import MessagesRequest
 from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.providers.openai_responses.shapes import ResponsesRequest
-from polarnode.providers.read_parts import _REQUESTS, ReadParts
+from polarnode.providers.read_parts import _MAX_REQUESTS, PartsCache
 from polarnode.providers.shapes import read_body
 
 USER: Any = {"role": "user", "content": "hi"}
@@ -25,7 +25,7 @@ def body(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": list(messages), **fields}
 
 
-def read(parts: ReadParts, value: Any, shape: type[Any] = ChatRequest) -> Any:
+def read(parts: PartsCache, value: Any, shape: type[Any] = ChatRequest) -> Any:
     return parts.structure(value, shape)
 
 
@@ -43,14 +43,14 @@ messages = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(messages, min_size=1, max_size=6))
 def test_a_request_is_read_as_if_it_were_the_first(requests: list[list[Any]]) -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     for each in requests:
         value = body(*each)
         assert read(parts, json.loads(json.dumps(value))) == structure(value, ChatRequest)
 
 
 def test_what_was_read_is_not_read_again() -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     first = read(parts, body(USER, SAID))
     second = read(parts, body(USER, SAID, RESULT))
     assert second.messages[:2] == first.messages
@@ -61,7 +61,7 @@ def test_what_was_read_is_not_read_again() -> None:
 
 
 def test_a_part_of_another_shape_or_list_is_read() -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     chat = read(parts, body(USER))
     messages = read(parts, body(USER, max_tokens=3), MessagesRequest)
     assert type(messages.messages[0]) is not type(chat.messages[0])
@@ -69,24 +69,24 @@ def test_a_part_of_another_shape_or_list_is_read() -> None:
 
 
 def test_parts_that_stay_json_are_never_replaced() -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     value = {"model": "m", "input": [USER, SAID]}
     for _ in range(2):
         assert read(parts, value, ResponsesRequest).input == (USER, SAID)
 
 
 def test_interleaved_agents_are_all_remembered_and_the_oldest_is_forgotten() -> None:
-    parts = ReadParts()
-    agents = [{"role": "user", "content": f"agent {number}"} for number in range(_REQUESTS + 1)]
+    parts = PartsCache()
+    agents = [{"role": "user", "content": f"agent {number}"} for number in range(_MAX_REQUESTS + 1)]
     first = [read(parts, body(each)).messages[0] for each in agents]
     again = [read(parts, body(each, SAID)).messages[0] for each in reversed(agents)]
     assert [one is other for one, other in zip(first, reversed(again), strict=True)] == [False] + [
         True
-    ] * _REQUESTS
+    ] * _MAX_REQUESTS
 
 
 def test_what_was_made_of_a_part_is_not_made_again_for_the_same_part_alone() -> None:
-    parts, made = ReadParts(), []
+    parts, made = PartsCache(), []
 
     def text(shape: Any) -> list[str]:
         made.append(shape)
@@ -106,7 +106,7 @@ def test_what_was_made_of_a_part_is_not_made_again_for_the_same_part_alone() -> 
 
 
 def test_what_was_made_of_a_list_is_the_same_value_for_the_same_list() -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     first, second = (read(parts, body(USER, SAID)).messages for _ in range(2))
     made = parts.convert_list(first, list)
     assert parts.convert_list(second, list) is made
@@ -117,7 +117,7 @@ def test_what_was_made_of_a_list_is_the_same_value_for_the_same_list() -> None:
 
 @pytest.mark.parametrize("wrong", [{"role": "user", "content": 3}, {"role": "nobody"}, "text", None, [], 3])
 def test_a_refusal_names_the_same_field_and_nothing_of_it_is_kept(wrong: Any) -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     read(parts, body(USER))
     with pytest.raises(Refused) as expected:
         structure(body(USER, wrong), ChatRequest)
@@ -131,13 +131,13 @@ def test_a_body_too_deep_to_be_written_is_read_whole() -> None:
     deep: Any = {}
     for _ in range(300):
         deep = {"a": deep}
-    parts = ReadParts()
+    parts = PartsCache()
     value = body(USER, {**SAID, "extra": deep})
     assert read(parts, value) == structure(value, ChatRequest)
 
 
 def test_a_session_s_bodies_are_read_with_its_parts() -> None:
-    parts = ReadParts()
+    parts = PartsCache()
     first, unknown = read_body(json.dumps(body(USER, odd=1)).encode(), ChatRequest, parts)
     second, _ = read_body(json.dumps(body(USER, SAID)).encode(), ChatRequest, parts)
     assert unknown == ("$.odd",)

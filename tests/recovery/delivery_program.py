@@ -27,11 +27,11 @@ from control_plane_parts import Plane, open_plane
 from journal_samples import make_identity, make_spec, make_trajectory
 from journal_writes import publish_attempt, publish_end, submit_task
 
-from polarnode.journal.values import Retention
+from polarnode.journal.values import RetentionLimits
 
 PAGE = Path(__file__).parents[2] / "docs" / "delivery.md"
 # what all have acknowledged goes soon: pruning must lose nothing
-KEPT = Retention(acknowledged=1 << 20, everything=1 << 40)
+KEPT = RetentionLimits(acknowledged=1 << 20, everything=1 << 40)
 PAUSE_S = 0.03  # between tasks: readers acknowledge each event by itself
 
 
@@ -44,7 +44,7 @@ async def _node(folder: Path, port: int, chance: random.Random) -> None:
     async with open_plane(folder / "journal.sqlite", port=port, retention=KEPT) as plane:
         while not (folder / "enough").exists():
             published = _publish(plane, chance)
-            await plane.journal.flushed()
+            await plane.journal.flush()
             note(folder / "published", *published)
             await trio.sleep(chance.uniform(0.0, 2 * PAUSE_S))
         await trio.sleep_forever()
@@ -65,7 +65,7 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
             sampled=chance.choice((3, 30, 3000, 20000)),
         )
         for turn in trajectory.turns:
-            plane.journal.turn(turn)
+            plane.journal.record_turn(turn)
         if chance.random() < 0.2:
             after = attrs.evolve(trajectory, session_id=f"{session_id}-again", attempt=1, turns=(), traces=())
             whose = make_identity(after.session_id, task_id=task_id, sample_index=index)

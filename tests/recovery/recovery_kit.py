@@ -29,7 +29,7 @@ from polarnode.containers.probe import default_state_dir, store_at
 from polarnode.core.conversation import TextPart
 from polarnode.core.trajectory import Built, Trajectory
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.values import Filters
+from polarnode.journal.values import EventFilters
 from polarnode.merge.invariants import check
 
 sys.path.append(str(Path(__file__).parents[1] / "live"))  # a node as a program is told there
@@ -299,7 +299,7 @@ def check_places(found: Account) -> None:
 
 async def _account(path: Path) -> Account:
     async with open_journal(path, now=time.time) as journal:
-        assert await journal.unfinished() == ()
+        assert await journal.unfinished_sessions() == ()
         events = [event async for event in _events(journal)]
         sessions = [key.partition(":")[2] for _, key in events if key.startswith(("trajectory:", "attempt:"))]
         trajectories = {
@@ -315,7 +315,7 @@ async def _account(path: Path) -> Account:
 
 async def _events(journal: Journal) -> "Any":
     seen = 0
-    while (page := await journal.events(seen, filters=Filters(kinds=EVERY))).events:  # type: ignore[arg-type]
+    while (page := await journal.events(seen, filters=EventFilters(kinds=EVERY))).events:  # type: ignore[arg-type]
         for event in page.events:
             yield event.seq, event.key
         seen = page.seen

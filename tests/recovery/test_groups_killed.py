@@ -15,7 +15,7 @@ from recovery_kit import Account, Place, account, place_at, short_temporary, unt
 
 from polarnode.client import PolarnodeClient
 from polarnode.core.task import GroupSpec
-from polarnode.groups import Group, facts_of, member_of, read_group, stopped_early
+from polarnode.groups import Group, facts_of, make_member, read_group, stopped_early
 
 pytestmark = pytest.mark.podman
 
@@ -92,7 +92,7 @@ def groups_over(client: PolarnodeClient, count: int) -> None:
 def check_group(group: Group, found: Account, task_id: str) -> None:
     sessions = found.tasks[task_id]
     assert [member.session_id for member in group.members] == [each.session_id for each in sessions]
-    assert [member_of(SPEC, facts_of(each)) for each in sessions] == list(group.members), (
+    assert [make_member(SPEC, facts_of(each)) for each in sessions] == list(group.members), (
         "what is told is what the trajectories say"
     )
     usable = {member.session_id for member in group.members if member.usable}

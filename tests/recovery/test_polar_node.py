@@ -20,7 +20,7 @@ from recovery_kit import TOKEN, Place, ServingNode, place_at, short_temporary
 sys.path.append(str(Path(__file__).parents[1] / "kits"))  # the bridge's side of Polar stands there
 
 import polar_client as polar
-from callback_kit import Receiver, open_receiver
+from callback_kit import CallbackReceiver, open_receiver
 from polar_client import PolarClient
 
 pytestmark = pytest.mark.podman
@@ -99,7 +99,7 @@ def client_of(node: ServingNode) -> PolarClient:
 # ── the bridge ────────────────────────────────────────────────────────────────
 
 
-async def trained(client: PolarClient, receiver: Receiver, said: dict[str, Any]) -> polar.TaskResult:
+async def trained(client: PolarClient, receiver: CallbackReceiver, said: dict[str, Any]) -> polar.TaskResult:
     """Submit, and wait for the callback; a poll is the backstop."""
     task_id = await client.submit(said | {"callback_url": receiver.url})
     with trio.fail_after(300):
@@ -197,7 +197,7 @@ async def test_each_result_is_told_over_the_deaths_of_node_and_trainer(place: Pl
             client = client_of(node)
             for task_id in tasks[:2]:
                 await client.submit(request(task_id, samples=1, turns=1, callback_url=receiver.url))
-            await receiver.until_asked(2)
+            await receiver.wait_asked(2)
             for task_id in tasks[2:]:
                 await client.submit(request(task_id, samples=1, turns=1, rest=3.0, callback_url=receiver.url))
             killed(node)

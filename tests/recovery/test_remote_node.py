@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from attrs import frozen
 from recovery_kit import AT_ONCE, Place, call, captured, place_at, short_temporary
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.core.trajectory import Trajectory
 
@@ -93,7 +93,7 @@ def place(folder: Path, settings: str) -> Iterator[Place]:
 def test_an_agent_elsewhere_is_recorded_as_one_here_and_a_killed_node_keeps_its_turns(
     podman_works: None, tmp_path: Path, machine: Machine
 ) -> None:
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     chain, key = authority.issue(machine.here)
     remote = f'capture_listen = "{machine.here}"\ncapture_tls_cert = "{chain}"\ncapture_tls_key = "{key}"\n'
     with place(tmp_path, remote + PACED) as kept:

@@ -16,7 +16,7 @@ import pytest
 import trio
 from adapters_kit import write_adapter
 from attrs import evolve
-from captures_kit import Desk, Told, asked, in_thread, open_desk
+from captures_kit import Desk, Told, asked, in_thread, open_capture_node
 from fakes_engine import ScriptedEngine, order, until
 from plane_kit import CONTEXT, HandEngine, answers
 from session_kit import scheduling, town
@@ -30,12 +30,12 @@ from polarnode.core.trajectory import Built, Trajectory
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.residency import HOLD_S
 from polarnode.journal.journal import open_journal
-from polarnode.journal.log.port import LogAway, NodeFacts
+from polarnode.journal.log.port import LogUnavailable, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.rollouts import captures
 from polarnode.rollouts.captures import Capture
-from polarnode.rollouts.scheduler import recover
+from polarnode.rollouts.recovery import recover
 
 KINDS = ("trajectory", "group", "task")
 AT_MOST, LOOK = 10.0, 0.2  # seconds
@@ -47,7 +47,7 @@ def engine(*texts: str) -> ScriptedEngine:
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> Any:
-    async with open_desk(tmp_path, engine("Bread.", "Loaf.", "Crust.")) as opened:
+    async with open_capture_node(tmp_path, engine("Bread.", "Loaf.", "Crust.")) as opened:
         yield opened
 
 
@@ -234,20 +234,20 @@ async def test_keys_are_told_once_and_stand_in_no_list(desk: Desk) -> None:
 
 
 async def test_the_first_word_stands_and_the_answer_is_the_same_ever_after(tmp_path: Path) -> None:
-    async with open_desk(tmp_path, engine()) as desk:
+    async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open()
         await in_thread(Told(opened["env"]).chat)
         first = await desk.end(opened["session_id"], reward=1)
         assert await desk.end(opened["session_id"], reward=0, status="failed") == first
         assert (await desk.caller.get(f"/v1/capture/{opened['session_id']}")).json() == first
-    async with open_desk(tmp_path, engine()) as desk:  # the node was started again
+    async with open_capture_node(tmp_path, engine()) as desk:  # the node was started again
         assert await desk.end(opened["session_id"], reward=0) == first
         assert len(await desk.events()) == 3
 
 
 async def test_crew_and_title(tmp_path: Path) -> None:
     """Every agent of a crew is trained, with tools or without; the answer says what was not, and why."""
-    async with open_desk(tmp_path, engine()) as desk:
+    async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open()
         told = Told(opened["env"])
         tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -312,7 +312,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
             case "node":
                 desk.captures.registry.cancel_all()
 
-    async with open_desk(tmp_path, engine()) as desk:
+    async with open_capture_node(tmp_path, engine()) as desk:
         every = [await desk.open() for _ in range(6)]
         async with trio.open_nursery() as nursery:
             for opened in every:
@@ -347,7 +347,7 @@ async def test_an_end_whose_asker_leaves_goes_on(desk: Desk) -> None:
 
 async def test_a_call_under_way_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
     hand = HandEngine()
-    async with open_desk(tmp_path, hand) as desk:
+    async with open_capture_node(tmp_path, hand) as desk:
         opened = await desk.open()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(in_thread, asked, opened["base_urls"]["openai"], opened["key"])
@@ -427,7 +427,7 @@ async def test_what_its_calls_are_held_for_the_engine_s_cache_costs_it_no_time(t
     assert settings.simulated is not None
     small = evolve(settings.simulated.simulation, kv_tokens=2_000)
     settings = evolve(settings, simulated=evolve(settings.simulated, simulation=small))
-    async with open_engines(settings) as engines, open_desk(tmp_path, engines) as desk:
+    async with open_engines(settings) as engines, open_capture_node(tmp_path, engines) as desk:
         services = evolve(desk.captures.services, places=engines)
         desk.captures.services = desk.captures.registry.services = services
         filling = 0
@@ -527,7 +527,7 @@ async def test_the_same_place_again_is_the_same_capture(desk: Desk) -> None:
 
 
 async def test_a_full_node_says_when_to_come_again(tmp_path: Path) -> None:
-    async with open_desk(tmp_path, engine(), limit=1) as desk:
+    async with open_capture_node(tmp_path, engine(), limit=1) as desk:
         opened = await desk.open()
         busy = await desk.caller.post("/v1/capture", {})
         assert (busy.status, busy.json()["error"]["type"], busy.headers["retry-after"]) == (429, "busy", "5")
@@ -575,11 +575,11 @@ def test_an_end_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]",
 async def test_a_builder_that_is_not_there_is_refused_before_anything_runs(desk: Desk) -> None:
     answer = await desk.caller.post("/v1/capture", {"builder": {"name": "no_such"}})
     assert answer.status == 400
-    assert (await desk.captures.journal.flushed(), desk.captures.list()) == (None, ())
+    assert (await desk.captures.journal.flush(), desk.captures.list()) == (None, ())
 
 
 async def test_a_node_may_take_none(tmp_path: Path) -> None:
-    async with open_desk(tmp_path, engine(), limit=0) as desk:
+    async with open_capture_node(tmp_path, engine(), limit=0) as desk:
         answer = await desk.caller.post("/v1/capture", {})
     assert (answer.status, "capture_limit is 0" in answer.text) == (400, True)
 
@@ -590,7 +590,7 @@ async def test_an_end_that_no_disk_takes_is_said_and_had_when_there_is_room(
     opened = await desk.open()
     monkeypatch.setattr(captures, "WRITTEN_S", 0.1)
     with monkeypatch.context() as patched:
-        patched.setattr(type(desk.journal), "flushed", _never)
+        patched.setattr(type(desk.journal), "flush", _never)
         full = await desk.caller.call(
             "DELETE", f"/v1/capture/{opened['session_id']}", json_body={"reward": 1}
         )
@@ -669,10 +669,10 @@ async def test_one_that_was_asked_for_while_the_node_began_to_stop_is_not_left_o
 
 async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_path: Path) -> None:
     spec = {"task_id": "t", "num_samples": 2, "metadata": {"row": 7}, "builder": {"name": "per_request"}}
-    async with open_desk(tmp_path, engine()) as desk:
+    async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open(**spec)
         await in_thread(Told(opened["env"]).chat)
-        await desk.journal.flushed()
+        await desk.journal.flush()
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
         services = evolve(here.scheduler.services, journal=journal)
         async with scheduling(SqliteLog(journal), services, here) as scheduler:
@@ -689,7 +689,7 @@ async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_pa
     )
     assert len(found.traces) == 1
     assert record.finished
-    async with open_desk(tmp_path, engine()) as desk:
+    async with open_capture_node(tmp_path, engine()) as desk:
         assert (await desk.end(opened["session_id"], reward=1))["outcome"]["status"] == "interrupted"
         late = await desk.caller.post("/v1/capture", spec | {"sample_index": 1})
         assert late.status == 409, json.dumps(late.json())
@@ -703,7 +703,7 @@ async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as
 ) -> None:
     async with (
         open_engines(simulated_tiny(tmp_path / "state", lora_rank=8)) as engines,
-        open_desk(tmp_path, engines) as desk,
+        open_capture_node(tmp_path, engines) as desk,
     ):
         registry, adapters = desk.captures.registry, engines.adapters
         served = {"": ("0", "1", "2"), "a": ("a-1", "a-2")}
@@ -729,7 +729,7 @@ async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as
 
 async def test_place_taken_by_lost_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks again after the log took the place, and its answer was lost, has the capture."""
-    usual, lost = SqliteLog.take_place, [LogAway("the connection was lost")]
+    usual, lost = SqliteLog.take_place, [LogUnavailable("the connection was lost")]
 
     async def take_place(*given: Any) -> Any:
         found = await usual(*given)
@@ -738,7 +738,7 @@ async def test_place_taken_by_lost_answer(desk: Desk, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr(SqliteLog, "take_place", take_place)
-    with pytest.raises(LogAway):
+    with pytest.raises(LogUnavailable):
         await desk.captures.begin(CaptureSpec(task_id="t"))
     opened = await desk.captures.begin(CaptureSpec(task_id="t"))
     assert opened.created

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import evolve
-from keeper_kit import KEEPER, Keeper, programs
+from keeper_kit import KEEPER_HARNESS, Keeper, programs
 from session_kit import life, order, task, town
 
 from polarnode.core.errors import RuntimeFault
@@ -19,13 +19,13 @@ from polarnode.core.task import ForkSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import open_journal
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.continuing import find_continuation
+from polarnode.rollouts.forks import find_continuation
 from polarnode.rollouts.snapshots import archive_path, list_snapshots
 
 
 def spec_of(*turns: int, retries: int = 2, run_s: float = 600.0, **more: Any) -> TaskSpec:
     budgets = {"retries": retries, "run_s": run_s}
-    return task(harness=KEEPER, snapshot_at=SnapshotSpec(turns=turns), budgets=budgets, **more)
+    return task(harness=KEEPER_HARNESS, snapshot_at=SnapshotSpec(turns=turns), budgets=budgets, **more)
 
 
 async def attempts(folder: Path, spec: TaskSpec, keeper: Keeper) -> list[Trajectory]:

@@ -310,7 +310,7 @@ async def test_a_second_container_is_wanted_until_the_evaluator_has_it(
 ) -> None:
     told: list[tuple[float, int]] = []
     async with town(tmp_path, {"agent": writes}) as place:
-        demand = place.scheduler._demand
+        demand = place.scheduler._container_demand
         want, began = demand.prewarm, trio.current_time()
 
         def noting(spec: RuntimeSpec, count: int) -> None:

@@ -15,21 +15,21 @@ import session_kit as kit
 import trio
 import trio.testing
 from attrs import define, evolve
-from fakes_runtime import Call, Program
+from fakes_runtime import Call, ProgramFunction
 from journal_samples import write_sessions
-from judge_kit import SaidJudge
-from session_kit import Town, agent, scheduling, task, town
+from judge_kit import ScriptedJudge
+from session_kit import MemoryNode, agent, scheduling, task, town
 
 from polarnode.containers.files import workspace_path
 from polarnode.core.errors import Conflict, EvaluatorError, JournalDamaged, Refused
 from polarnode.core.status import EvaluationStatus
 from polarnode.core.task import EvaluationSpec, EvaluatorSpec, RuntimeSpec
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.entries import Entry
+from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import LogAway, NodeFacts
+from polarnode.journal.log.port import LogUnavailable, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.values import Filters
+from polarnode.journal.values import EventFilters
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.support.concurrency import open_background
 
@@ -44,7 +44,7 @@ def user(name: str, **more: Any) -> EvaluatorSpec:
     return EvaluatorSpec(import_path=f"session_kit:{name}", **more)
 
 
-def writes(content: bytes) -> dict[str, Program]:
+def writes(content: bytes) -> dict[str, ProgramFunction]:
     """A harness that writes /work/answer."""
     talks = agent(each=0.0)
 
@@ -63,7 +63,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 @define(eq=False)
 class Place:
-    town: Town
+    town: MemoryNode
     journal: Journal
     evaluations: Evaluations
 
@@ -72,7 +72,7 @@ class Place:
         with trio.fail_after(60):
             while self.town.scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
                 await trio.sleep(0.005)
-        await self.journal.flushed()
+        await self.journal.flush()
         found = await self.journal.trajectory(session_id)
         assert found is not None
         return found
@@ -89,7 +89,7 @@ class Place:
         return found
 
     async def rewards(self) -> list[dict[str, Any]]:
-        page = await self.journal.events(0, filters=Filters(kinds=("reward",)))
+        page = await self.journal.events(0, filters=EventFilters(kinds=("reward",)))
         return [{"key": each.key, **orjson.loads(each.body)} for each in page.events]
 
     def published(self) -> list[Any]:
@@ -119,7 +119,7 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
 
 
 @asynccontextmanager
-async def evaluating(around: Town, journal: Journal) -> AsyncIterator[Evaluations]:
+async def evaluating(around: MemoryNode, journal: Journal) -> AsyncIterator[Evaluations]:
     scheduler = around.scheduler
     evaluations = Evaluations(
         services=scheduler.services,
@@ -149,7 +149,7 @@ async def test_a_judge_that_was_down_is_asked_again(tmp_path: Path) -> None:
             "log_tail": None,
         }
         before = here.published()
-        judge = SaidJudge([GOOD])
+        judge = ScriptedJudge([GOOD])
         here.evaluations.services = evolve(here.town.scheduler.services, judge=judge)
         found = await here.again(first.session_id, reason="the judge was down")
         (one,) = found.sessions
@@ -192,7 +192,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
         await here.town.scheduler.submit(task(evaluator=user("HANGS")))
         await here.town.until("post")
         (running,) = (each.session_id for each in here.town.scheduler.sessions() if each.outcome is None)
-        await here.journal.flushed()
+        await here.journal.flush()
         ids = (bare.session_id, "gone", running, kept.session_id, "a")
         found = await here.again(*ids, evaluator=user("READS"), key="k")
         states = {each.session_id: (each.state, each.error) for each in found.sessions}
@@ -243,7 +243,7 @@ async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None
         _, (session_id,) = await here.town.scheduler.submit(task(evaluator=user("WHOLE")))
         await until(lambda: here.town.scheduler.cancel_session(session_id))
         await until(lambda: not here.town.scheduler.log.open_places)
-        await here.journal.flushed()
+        await here.journal.flush()
         (one,) = (await here.again(session_id)).sessions
         assert one.state == "failed"
         assert "the session ended as cancelled" in (one.error or "")
@@ -293,7 +293,7 @@ async def test_start_waits_for_the_log(tmp_path: Path, monkeypatch: pytest.Monke
     async def away_once(log: SqliteLog, incarnation: int) -> tuple[EvaluationStatus, ...]:
         asked.append(incarnation)
         if len(asked) == 1:
-            raise LogAway("the log is away")
+            raise LogUnavailable("the log is away")
         return await pending(log, incarnation)
 
     monkeypatch.setattr(SqliteLog, "pending_evaluations", away_once)
@@ -347,14 +347,14 @@ async def test_reward_that_is_lost_ends_no_node(tmp_path: Path, monkeypatch: pyt
         raise error
 
     async def lost(self: SqliteLog, given: object) -> None:
-        await self.journal.commit(Entry(1, corrupt))
+        await self.journal.commit(JournalEntry(1, corrupt))
 
     async with place(tmp_path) as here:
         spec = EvaluationSpec(sessions=((await here.session(evaluator=user("WHOLE"))).session_id,))
-        monkeypatch.setattr(SqliteLog, "reward", lost)
+        monkeypatch.setattr(SqliteLog, "write_reward", lost)
         await here.evaluations.accept(spec, idempotency_key=None)
         with trio.fail_after(60):
-            await here.journal.damaged.wait()
+            await here.journal.damage_event.wait()
         await until(lambda: not here.evaluations.statistics()["sessions"])
         with pytest.raises(JournalDamaged):
             await here.evaluations.accept(spec, idempotency_key=None)
@@ -382,7 +382,7 @@ async def test_kept_workspaces_go_with_their_sessions(tmp_path: Path) -> None:
 
 async def test_start_waits_for_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that is away when the node starts ends no node."""
-    usual, left = SqliteLog.pending_evaluations, [LogAway("the log is away")]
+    usual, left = SqliteLog.pending_evaluations, [LogUnavailable("the log is away")]
 
     async def pending(*given: Any) -> Any:
         if left:

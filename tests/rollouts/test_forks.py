@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import evolve
-from fakes_runtime import Program
+from fakes_runtime import ProgramFunction
 from session_kit import agent, claim_of, life, task
 
 from polarnode.core.errors import Refused, RuntimeFault
@@ -20,12 +20,12 @@ from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.merge.attach import References
 from polarnode.merge.invariants import check
-from polarnode.merge.trajectory import asked_fork
-from polarnode.rollouts.forks import begin_resumed, check_fork
-from polarnode.rollouts.scheduler import recover
+from polarnode.merge.trajectory import requested_fork
+from polarnode.rollouts.forks import begin_with_parent, check_fork
+from polarnode.rollouts.recovery import recover
 
 
-def programs(program: Program | None = None) -> dict[str, Program]:
+def programs(program: ProgramFunction | None = None) -> dict[str, ProgramFunction]:
     return {"agent": program or agent(turns=4, each=0.01)}
 
 
@@ -44,7 +44,9 @@ def fork_of(parent: str, turn: int, **more: Any) -> TaskSpec:
     return task(fork=ForkSpec(session=parent, turn=turn, by="replay"), **more)
 
 
-async def forked(path: Path, spec: TaskSpec, program: Program | None = None) -> tuple[Trajectory, ...]:
+async def forked(
+    path: Path, spec: TaskSpec, program: ProgramFunction | None = None
+) -> tuple[Trajectory, ...]:
     async with life(path, programs(program)) as (journal, scheduler, _):
         _, names = await scheduler.submit(spec)
     async with open_journal(path, now=time.time) as journal:
@@ -125,7 +127,7 @@ async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_pa
         again = await journal.trajectory(str(lost.retried_as))
     assert again is not None
     assert (lost.outcome.status, again.outcome.status) == ("interrupted", "completed")
-    assert lost.forked_from == again.forked_from == asked_fork(spec)
+    assert lost.forked_from == again.forked_from == requested_fork(spec)
     assert [left.reason for left in lost.left_out] == ["inherited"] * 2
     assert (len(lost.turns), len(again.turns), again.attempt) == (3, 4, 1)
     assert lost.trainable_tokens == lost.sampled_tokens > 0
@@ -194,12 +196,12 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
         spec = fork_of(parent.session_id, 2)
         identity = scheduler.identity_of(claim_of("s", spec))
         live = scheduler.registry.open(identity, spec)
-        begin_resumed(live, parent.turns[:2], References("p", b"theirs"), None, 2)
+        begin_with_parent(live, parent.turns[:2], References("p", b"theirs"), None, 2)
         assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
         assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
         assert (live.counters.turns, live.counters.sampled_tokens) == (2, 0)
         assert live.tally.sampled_tokens.total() == 0
-        await journal.flushed()
+        await journal.flush()
         assert len(await journal.turns("s")) == 2
 
 

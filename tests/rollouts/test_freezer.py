@@ -9,13 +9,13 @@ import trio
 from fakes_runtime import MemoryRuntime
 from trio.testing import MockClock
 
-from polarnode.rollouts.freezer import AGAIN_S, Freezer
+from polarnode.rollouts.freezer import AGAIN_S, ContainerFreezer
 from polarnode.support.concurrency import open_background
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Freezer]:
-    freezer = Freezer()
+async def running() -> AsyncIterator[ContainerFreezer]:
+    freezer = ContainerFreezer()
     async with open_background(freezer.run):
         yield freezer
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import define, field
-from session_kit import Town, live_of, town
+from session_kit import MemoryNode, session_of_call, town
 from trio.abc import Clock
 
 from polarnode.core.errors import EngineError
@@ -23,7 +23,7 @@ class Runs:
 
     def program(self) -> Any:
         async def run(call: Any) -> int:
-            session_id = live_of(run, call).session_id
+            session_id = session_of_call(run, call).session_id
             letter = next(
                 each.task_id[0] for each in self.place.scheduler.sessions() if each.session_id == session_id
             )
@@ -36,7 +36,7 @@ class Runs:
 
         return run
 
-    place: Town = field(init=False)
+    place: MemoryNode = field(init=False)
 
     async def submit(self, task_id: str, *takes: float, **more: Any) -> None:
         """A task of one session for each of `takes`, the seconds until its container is there."""

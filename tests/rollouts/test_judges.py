@@ -17,7 +17,7 @@ from fakes_engine import ScriptedEngine
 from judge_kit import (
     CONTRACT,
     Endpoint,
-    SaidJudge,
+    ScriptedJudge,
     asks,
     breaks_off,
     error,
@@ -38,7 +38,7 @@ from polarnode.core import codec
 from polarnode.core.errors import ConfigError, EvaluatorError
 from polarnode.core.ports import Judge
 from polarnode.evaluators import judging
-from polarnode.evaluators.judging import JudgeConfig, rubric_of
+from polarnode.evaluators.judging import JudgeConfig, read_rubric
 from polarnode.node.config import NodeConfig
 from polarnode.node.config_sources import read_config
 from polarnode.node.opening import open_node
@@ -46,7 +46,7 @@ from polarnode.rollouts.judges import (
     ANSWER_BYTES,
     PAUSES,
     JudgeReply,
-    Passes,
+    TransientFailure,
     open_judges,
     read_reply,
     request_body,
@@ -112,7 +112,7 @@ async def test_a_judge_over_http_does_what_a_judge_does(contract: Any) -> None:
 
 @pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
 async def test_so_does_the_one_in_memory(contract: Any) -> None:
-    await contract(SaidJudge(["yes"]))
+    await contract(ScriptedJudge(["yes"]))
 
 
 async def test_the_houses_own_chat_api_is_a_judge() -> None:
@@ -135,7 +135,7 @@ async def test_the_houses_own_chat_api_is_a_judge() -> None:
     (order,) = engine.orders
     assert (order.sampling.max_tokens, order.sampling.temperature) == (200, 0.0)
     assert order.constraint is not None
-    assert codec.read_json(order.constraint.text.encode()) == rubric_of("Is it good?", []).schema()
+    assert codec.read_json(order.constraint.text.encode()) == read_rubric("Is it good?", []).schema()
 
 
 # ── asked again ───────────────────────────────────────────────────────────────
@@ -211,12 +211,12 @@ def test_a_date_to_come_back_at_is_read() -> None:
     now = time.time()
     reply = JudgeReply(status=503, headers={"retry-after": formatdate(now + 90, usegmt=True)}, body=b"")
     found = read_reply(reply, who="judge j", now=now)
-    assert isinstance(found, Passes)
+    assert isinstance(found, TransientFailure)
     assert 88 < found.after_s <= 90
     for odd in ("soon", "", "-3", "Wed, 99 Foo"):
-        assert read_reply(JudgeReply(status=503, headers={"retry-after": odd}), who="j", now=now) == Passes(
-            "HTTP 503"
-        )
+        assert read_reply(
+            JudgeReply(status=503, headers={"retry-after": odd}), who="j", now=now
+        ) == TransientFailure("HTTP 503")
 
 
 # ── not asked again ───────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import merge_toys as toys
 import pytest
 import trio
 from attrs import evolve
-from fakes_runtime import Program
+from fakes_runtime import ProgramFunction
 from journal_samples import make_identity, make_spec, make_trajectory
 from journal_writes import cancel_task, publish_attempt, submit_task
 from session_kit import agent, scheduling, task, town
@@ -20,11 +20,12 @@ from session_kit import agent, scheduling, task, town
 from polarnode.core.task import Budgets, BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built
 from polarnode.journal.journal import Journal, open_journal
-from polarnode.journal.log.port import LogAway, NodeFacts
+from polarnode.journal.log.port import LogUnavailable, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.values import Filters
+from polarnode.journal.values import EventFilters
 from polarnode.merge.invariants import check
-from polarnode.rollouts.scheduler import Scheduler, recover
+from polarnode.rollouts.recovery import recover
+from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity
 
 NODE = NodeFacts(name="n1")
@@ -34,7 +35,7 @@ def ran(
     journal: Journal, session_id: str, *, task_id: str = "t", turns: int = 0, cut: bool = False
 ) -> toys.Session:
     """A session that is under way in the journal, with this many turns and perhaps one that was cut."""
-    journal.session_started(make_identity(session_id, task_id=task_id))
+    journal.record_session(make_identity(session_id, task_id=task_id))
     session, history = toys.Session(session_id), [toys.user()]
     for _ in range(turns):
         _, message = session.say(toys.ask(*history), "an answer")
@@ -42,7 +43,7 @@ def ran(
     if cut:
         session.say(toys.ask(*history), "half a", state="partial")
     for turn in session.turns:
-        journal.turn(turn)
+        journal.record_turn(turn)
     return session
 
 
@@ -63,7 +64,7 @@ def submitted(journal: Journal, *session_ids: str, spec: TaskSpec | None = None)
 
 @asynccontextmanager
 async def life(
-    path: Path, *, import_paths: tuple[str, ...] = (), programs: Mapping[str, Program] | None = None
+    path: Path, *, import_paths: tuple[str, ...] = (), programs: Mapping[str, ProgramFunction] | None = None
 ) -> AsyncIterator[tuple[Journal, Scheduler]]:
     """A life of the node: its journal, and its scheduler over containers in memory. Leaving it waits for the
     sessions.
@@ -171,14 +172,14 @@ async def killed(
     async with open_journal(path, now=time.time) as journal:
         submit_task(journal, spec, task_id="t", session_ids=sessions, idempotency_key="k")
         for index, session_id in enumerate(sessions):
-            journal.session_started(evolve(make_identity(session_id, sample_index=index), attempt=attempt))
+            journal.record_session(evolve(make_identity(session_id, sample_index=index), attempt=attempt))
             history = [toys.user()]
             session = toys.Session(session_id)
             for _ in range(2):
                 _, message = session.say(toys.ask(*history), "an answer")
                 history += [message, toys.user("more")]
             for turn in session.turns:
-                journal.turn(turn)
+                journal.record_turn(turn)
         if cancelled:
             cancel_task(journal, "t")
 
@@ -204,7 +205,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
             0,
         )
         await scheduler.registry.stop(cancel=False)
-        await journal.flushed()
+        await journal.flush()
         found = await journal.task("t")
         assert found is not None
         assert [
@@ -223,7 +224,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
         )
         events = (await journal.events(0)).events
         assert [event.kind for event in events] == ["trajectory", "trajectory", "group", "task"]
-        assert len((await journal.events(0, filters=Filters(kinds=("attempt",)))).events) == 2
+        assert len((await journal.events(0, filters=EventFilters(kinds=("attempt",)))).events) == 2
 
 
 async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) ->
 
 async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for, and what is being settled is not begun as if an answer that gave it was lost."""
-    usual, left = SqliteLog.to_stop, [LogAway("the log is away") for _ in range(3)]
+    usual, left = SqliteLog.sessions_to_stop, [LogUnavailable("the log is away") for _ in range(3)]
 
     async def to_stop(*given: Any) -> Any:
         if left:
@@ -248,7 +249,7 @@ async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.Mon
 
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", spec=task(budgets={"retries": 2}))
-    monkeypatch.setattr(SqliteLog, "to_stop", to_stop)
+    monkeypatch.setattr(SqliteLog, "sessions_to_stop", to_stop)
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         assert not left
@@ -258,7 +259,7 @@ async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.Mon
         (kept,) = found.sessions
         assert (kept.attempt, kept.outcome and kept.outcome.status) == (1, "completed")
         kinds = ("attempt", "trajectory")
-        events = (await journal.events(0, filters=Filters(kinds=kinds))).events
+        events = (await journal.events(0, filters=EventFilters(kinds=kinds))).events
         assert [event.kind for event in events] == list(kinds)
 
 
@@ -300,13 +301,13 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", "b", spec=task(num_samples=2, budgets={"retries": 2}))
     async with open_journal(path, now=time.time) as journal:
-        first, _ = await journal.unfinished()
+        first, _ = await journal.unfinished_sessions()
         lost = evolve(first.identity, session_id="a2", attempt=1)
         publish_attempt(journal, evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         await scheduler.registry.stop(cancel=False)
-        await journal.flushed()
+        await journal.flush()
         found = await journal.task("t")
         assert found is not None
         assert [
@@ -315,7 +316,7 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
             (0, 2, "completed"),
             (1, 1, "completed"),
         ]
-        assert await journal.unfinished() == ()
+        assert await journal.unfinished_sessions() == ()
 
 
 async def test_a_place_that_had_not_begun_is_run(tmp_path: Path) -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import merge_toys as toys
 import pytest
 import trio
-from fakes_runtime import Call, Program
+from fakes_runtime import Call, ProgramFunction
 from memory_log import MemoryLog
-from session_kit import Town, agent, live_of, task, town
+from session_kit import MemoryNode, agent, session_of_call, task, town
 from trio.abc import Clock
 
 from polarnode.core.errors import PolarnodeError, RuntimeFault
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups import lost_to_the_machine
-from polarnode.rollouts.lifecycle import PAUSES, pause_before, retries_left
+from polarnode.rollouts.lifecycle import PAUSES, has_retries_left, pause_before
 
 GONE = RuntimeFault("the container is gone")
 
@@ -43,15 +43,17 @@ def test_only_what_the_machine_did_is_tried_again(outcome: Outcome, lost: bool) 
 
 
 def test_a_place_is_held_by_so_many_sessions_and_each_waits_longer() -> None:
-    held = [retries for retries in range(9) if retries == 0 or retries_left(retries - 1, Budgets(retries=4))]
+    held = [
+        retries for retries in range(9) if retries == 0 or has_retries_left(retries - 1, Budgets(retries=4))
+    ]
     assert [pause_before(retries) for retries in held] == [0.0, 0.5, 2.0, 5.0, 5.0]
-    assert not retries_left(0, Budgets(retries=0))
+    assert not has_retries_left(0, Budgets(retries=0))
 
 
 # ── in a node ─────────────────────────────────────────────────────────────────
 
 
-def loses(*faults: PolarnodeError, each: float = 10.0, ends: int = 0) -> Program:
+def loses(*faults: PolarnodeError, each: float = 10.0, ends: int = 0) -> ProgramFunction:
     """A harness that makes two turns; its first runs end in these faults, the next with an exit code."""
     left = list(faults)
 
@@ -63,7 +65,7 @@ def loses(*faults: PolarnodeError, each: float = 10.0, ends: int = 0) -> Program
     return program
 
 
-def attempts(place: Town) -> list[Trajectory]:
+def attempts(place: MemoryNode) -> list[Trajectory]:
     """All that was published, in order of place and attempt."""
     return sorted(place.published, key=lambda each: (each.sample_index, each.attempt))
 
@@ -145,7 +147,7 @@ async def test_a_place_that_is_lost_every_time_ends_with_its_last_session(
 
 @pytest.mark.parametrize("program", [agent(ends=1), agent(ends=139), agent(endless=True)])
 async def test_what_the_agent_did_is_never_tried_again(
-    autojump_clock: Clock, tmp_path: Path, program: Program
+    autojump_clock: Clock, tmp_path: Path, program: ProgramFunction
 ) -> None:
     async with town(tmp_path, {"agent": program}) as place:
         one = await place.one(budgets={"retries": 2, "run_s": 60.0})
@@ -179,12 +181,12 @@ async def test_a_harness_that_fails_with_its_engine_is_tried_again(
         assert kept.outcome.status == "completed"
 
 
-def behind_an_engine_that_died() -> Program:
+def behind_an_engine_that_died() -> ProgramFunction:
     """Its first run's second call fails; it says so and exits 1."""
     runs: list[str] = []
 
     async def program(call: Call) -> int:
-        live = live_of(program, call)
+        live = session_of_call(program, call)
         runs.append(live.session_id)
         toy = toys.Session(live.session_id)
         toy.lineages = live.lineages

@@ -14,17 +14,26 @@ from hypothesis import strategies as st
 from trio.abc import Clock
 
 from polarnode.engine.routing import EngineStatistics, HostStatistics
-from polarnode.rollouts.machine_watch import Machine, MachineWatch, _readings, read_machine
-from polarnode.rollouts.services import Stages
-from polarnode.rollouts.stage_limits import FEW, SETTLE, Bounds, Readings, Standing, State, begin, decide
+from polarnode.rollouts.machine_watch import Machine, MachineWatch, _load_readings, read_machine
+from polarnode.rollouts.services import StageSlots
+from polarnode.rollouts.stage_limits import (
+    FEW,
+    SETTLE,
+    LoadReadings,
+    SessionCounts,
+    StageBounds,
+    State,
+    begin,
+    decide,
+)
 from polarnode.support.concurrency import PrioritySemaphore
 
-BOUNDS = Bounds(init=4, run=64, post=8, memory_mb=1000, disk_mb=4000)
-WORK = Standing(at_work=10, running=64)
-FINE = Readings(memory_mb=9000, disk_mb=90_000, cpu=10, running=32)
+BOUNDS = StageBounds(init=4, run=64, post=8, memory_mb=1000, disk_mb=4000)
+WORK = SessionCounts(at_work=10, running=64)
+FINE = LoadReadings(memory_mb=9000, disk_mb=90_000, cpu=10, running=32)
 
 
-def play(*steps: tuple[Readings, Standing], state: State | None = None) -> list[State]:
+def play(*steps: tuple[LoadReadings, SessionCounts], state: State | None = None) -> list[State]:
     states = [state or begin(BOUNDS)]
     for readings, standing in steps:
         states.append(decide(states[-1], readings, standing, BOUNDS))
@@ -37,34 +46,34 @@ def play(*steps: tuple[Readings, Standing], state: State | None = None) -> list[
 @pytest.mark.parametrize(
     ("readings", "held"),
     [
-        (Readings(memory_mb=412, disk_mb=9999), "memory: 412 MiB left of the 1000 kept free"),
-        (Readings(memory_mb=2000, disk_mb=3999), "disk: 3999 MiB left of the 4000 kept free"),
+        (LoadReadings(memory_mb=412, disk_mb=9999), "memory: 412 MiB left of the 1000 kept free"),
+        (LoadReadings(memory_mb=2000, disk_mb=3999), "disk: 3999 MiB left of the 4000 kept free"),
     ],
 )
-def test_no_session_begins_while_memory_or_disk_are_short(readings: Readings, held: str) -> None:
+def test_no_session_begins_while_memory_or_disk_are_short(readings: LoadReadings, held: str) -> None:
     (state,) = play((readings, WORK))
     assert (state.init, state.init_held, state.short) == (0, held, True)
     assert (state.run, state.post) == (64, 8), "what has begun goes on"
 
 
 def test_one_begins_when_nobody_is_at_work_whatever_is_short() -> None:
-    short = Readings(memory_mb=10)
+    short = LoadReadings(memory_mb=10)
     states = play(
-        (short, Standing(at_work=0, running=0)),
-        (short, Standing(at_work=1, running=0)),
-        (short, Standing(at_work=0, running=0)),
+        (short, SessionCounts(at_work=0, running=0)),
+        (short, SessionCounts(at_work=1, running=0)),
+        (short, SessionCounts(at_work=0, running=0)),
     )
     assert [state.init for state in states] == [1, 0, 1]
     assert all(state.init_held for state in states)
 
 
 def test_a_little_more_than_the_reserve_must_be_free_before_it_goes_on() -> None:
-    states = play(*((Readings(memory_mb=left), WORK) for left in (999, 1050, 1099, 1100, 1050)))
+    states = play(*((LoadReadings(memory_mb=left), WORK) for left in (999, 1050, 1099, 1100, 1050)))
     assert [state.init for state in states] == [0, 0, 0, 4, 4]
 
 
 def test_what_can_not_be_told_holds_nobody_back() -> None:
-    (state,) = play((Readings(), WORK))
+    (state,) = play((LoadReadings(), WORK))
     assert (state.init, state.run, state.post, state.init_held, state.run_held, state.post_held) == (
         4,
         64,
@@ -77,7 +86,7 @@ def test_what_can_not_be_told_holds_nobody_back() -> None:
 
 # ── RUN ───────────────────────────────────────────────────────────────────────
 
-CROWDED = Readings(memory_mb=9000, disk_mb=90_000, running=32, waiting=64)
+CROWDED = LoadReadings(memory_mb=9000, disk_mb=90_000, running=32, waiting=64)
 
 
 def test_a_long_queue_shrinks_run_and_a_short_one_lets_it_grow() -> None:
@@ -88,9 +97,9 @@ def test_a_long_queue_shrinks_run_and_a_short_one_lets_it_grow() -> None:
         51,
     ], "a burst of a second is no queue; then a fifth of those that run"
     assert states[-1].run_held == "engine: 64 requests wait while 32 are served"
-    later = play(*[(CROWDED, Standing(at_work=50, running=51))] * SETTLE, state=states[-1])
+    later = play(*[(CROWDED, SessionCounts(at_work=50, running=51))] * SETTLE, state=states[-1])
     assert later[-1].run == 40, "not before those inside had time to be served"
-    relieved = play(*[(FINE, Standing(at_work=50, running=40))] * 60, state=later[-1])
+    relieved = play(*[(FINE, SessionCounts(at_work=50, running=40))] * 60, state=later[-1])
     assert relieved[-1] == State(
         init=4, run=64, post=8, queue=relieved[-1].queue, post_in=relieved[-1].post_in
     )
@@ -98,19 +107,20 @@ def test_a_long_queue_shrinks_run_and_a_short_one_lets_it_grow() -> None:
 
 
 def test_run_shrinks_no_further_than_keeps_the_engine_busy() -> None:
-    states = play(*[(CROWDED, Standing(at_work=9, running=8))] * 200)
+    states = play(*[(CROWDED, SessionCounts(at_work=9, running=8))] * 200)
     assert min(state.run for state in states) == 8
 
 
 def test_limits_that_do_not_bind_are_shrunk_to_what_is_there() -> None:
-    states = play(*[(CROWDED, Standing(at_work=30, running=30))] * 3)
+    states = play(*[(CROWDED, SessionCounts(at_work=30, running=30))] * 3)
     assert states[-1].run == 24
 
 
 @pytest.mark.parametrize(
-    "readings", [Readings(running=0, waiting=FEW - 1), Readings(running=32, waiting=500, serving=False)]
+    "readings",
+    [LoadReadings(running=0, waiting=FEW - 1), LoadReadings(running=32, waiting=500, serving=False)],
 )
-def test_a_few_requests_and_a_paused_engine_are_no_queue(readings: Readings) -> None:
+def test_a_few_requests_and_a_paused_engine_are_no_queue(readings: LoadReadings) -> None:
     assert {state.run for state in play(*[(readings, WORK)] * 30)} == {64}
 
 
@@ -118,23 +128,23 @@ def test_a_few_requests_and_a_paused_engine_are_no_queue(readings: Readings) -> 
 
 
 def test_post_follows_the_cpu_in_steps() -> None:
-    busy = play(*[(Readings(cpu=95.0), WORK)] * 40)
+    busy = play(*[(LoadReadings(cpu=95.0), WORK)] * 40)
     assert [busy[index].post for index in (0, 4, 5, 39)] == [7, 7, 6, 2]
     assert busy[-1].post_held == "cpu: some program waited for it 95 % of the time"
-    between = play(*[(Readings(cpu=70.0), WORK)] * 10, state=busy[-1])
+    between = play(*[(LoadReadings(cpu=70.0), WORK)] * 10, state=busy[-1])
     assert between[-1].post == 2
-    assert play(*[(Readings(cpu=20.0), WORK)] * 40, state=between[-1])[-1].post == 8
+    assert play(*[(LoadReadings(cpu=20.0), WORK)] * 40, state=between[-1])[-1].post == 8
 
 
 ANY = st.one_of(st.none(), st.floats(0, 20_000))
-READINGS = st.builds(Readings, memory_mb=ANY, disk_mb=ANY, cpu=st.one_of(st.none(), st.floats(0, 100)), running=st.integers(0, 99),
+READINGS = st.builds(LoadReadings, memory_mb=ANY, disk_mb=ANY, cpu=st.one_of(st.none(), st.floats(0, 100)), running=st.integers(0, 99),
                      waiting=st.integers(0, 500), serving=st.booleans())  # fmt: skip
 STEPS = st.lists(
-    st.tuples(READINGS, st.builds(Standing, at_work=st.integers(0, 90), running=st.integers(0, 64))),
+    st.tuples(READINGS, st.builds(SessionCounts, at_work=st.integers(0, 90), running=st.integers(0, 64))),
     max_size=40,
 )
 SIZES = st.builds(
-    Bounds,
+    StageBounds,
     init=st.integers(1, 9),
     run=st.integers(1, 200),
     post=st.integers(1, 9),
@@ -145,7 +155,7 @@ SIZES = st.builds(
 
 @given(STEPS, SIZES)
 def test_whatever_is_read_nothing_stops_for_ever(
-    steps: Sequence[tuple[Readings, Standing]], bounds: Bounds
+    steps: Sequence[tuple[LoadReadings, SessionCounts]], bounds: StageBounds
 ) -> None:
     state = begin(bounds)
     for readings, standing in steps:
@@ -160,7 +170,7 @@ def test_whatever_is_read_nothing_stops_for_ever(
         ):
             assert (limit < most) == (held is not None)
     for _ in range(300):
-        state = decide(state, Readings(), Standing(at_work=0, running=0), bounds)
+        state = decide(state, LoadReadings(), SessionCounts(at_work=0, running=0), bounds)
     assert (state.init, state.run, state.post) == (
         bounds.init,
         bounds.run,
@@ -230,7 +240,7 @@ def test_without_the_kernels_pressure_the_load_is_asked(tmp_path: Path) -> None:
 
 
 async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock) -> None:
-    stages = Stages(
+    stages = StageSlots(
         live=PrioritySemaphore(limit=68),
         init=PrioritySemaphore(limit=4),
         run=PrioritySemaphore(limit=64),
@@ -269,9 +279,9 @@ def test_a_flood_of_one_session_is_no_reason_to_begin_fewer_sessions() -> None:
     )  # fmt: skip
     engine = EngineStatistics(hosts=(host,), vocab_size=9, context_length=9, weight_version="1", paused=None)
     machine = Machine(memory_mb=1, disk_mb=1, cpu=1)
-    assert _readings(machine, engine).waiting == 3
+    assert _load_readings(machine, engine).waiting == 3
     many = evolve(engine, hosts=(evolve(host, queued_sessions=50),))
-    assert _readings(machine, many).waiting == 52
+    assert _load_readings(machine, many).waiting == 52
 
 
 async def started(watch: MachineWatch, task_status: trio.TaskStatus[None]) -> None:

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import trio
-from captures_kit import Desk, Told, in_thread, open_desk
+from captures_kit import Desk, Told, in_thread, open_capture_node
 from fakes_engine import ScriptedEngine
 from plane_kit import CONTEXT, answers
-from tls_kit import Authority
+from tls_kit import CertificateAuthority
 
 from polarnode.http import asgi, places
 from polarnode.http.server import Certificate
@@ -24,8 +24,8 @@ CHAT: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     engine = ScriptedEngine(reply=answers("Bread.", "Loaf."), vocab_size=4096, context_length=CONTEXT)
-    certificate = Certificate(*Authority(tmp_path).issue("127.0.0.1"))
-    async with open_desk(tmp_path, engine, certificate=certificate) as opened:
+    certificate = Certificate(*CertificateAuthority(tmp_path).issue("127.0.0.1"))
+    async with open_capture_node(tmp_path, engine, certificate=certificate) as opened:
         yield opened
 
 
@@ -61,10 +61,10 @@ async def test_the_same_trajectory_comes_over_tls_and_over_loopback(tmp_path: Pa
     for name, secure in (("tls", True), ("plain", False)):
         folder = tmp_path / name
         await trio.Path(folder).mkdir()
-        authority = Authority(folder)
+        authority = CertificateAuthority(folder)
         certificate = Certificate(*authority.issue("127.0.0.1")) if secure else None
         engine = ScriptedEngine(reply=answers("Bread.", "Loaf."), vocab_size=4096, context_length=CONTEXT)
-        async with open_desk(folder, engine, certificate=certificate) as desk:
+        async with open_capture_node(folder, engine, certificate=certificate) as desk:
             opened = await desk.open(task_id="t")
             told = Told({**opened["env"], "SSL_CERT_FILE": str(authority.pem)})
             assert [await in_thread(told.chat), await in_thread(told.messages)] == ["Bread.", "Loaf."]
@@ -140,7 +140,7 @@ async def test_wrong_keys_are_counted_by_the_address_they_come_from(
 async def test_a_key_has_its_share_of_the_connections_and_no_more(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "KEY_CONNECTIONS", 2)
+    monkeypatch.setattr(places, "MAX_KEY_CONNECTIONS", 2)
     one, two = await desk.open(), await desk.open()
     url = f"{one['base_urls']['openai']}/models"
     async with agent(tmp_path) as first, agent(tmp_path) as second, agent(tmp_path) as third:
@@ -157,7 +157,7 @@ async def test_a_key_has_its_share_of_the_connections_and_no_more(
 async def test_a_strangers_long_or_slow_body_is_not_read_to_its_end(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asgi, "DRAINED_S", 0.2)
+    monkeypatch.setattr(asgi, "MAX_DRAIN_S", 0.2)
     address = urlsplit((await desk.open())["base_urls"]["openai"])
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"
     context = ssl.create_default_context(cafile=str(tmp_path / "authority.pem"))

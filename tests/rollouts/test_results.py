@@ -15,11 +15,11 @@ from log_kit import claim, join, keys, open_postgres, submit
 from postgres_kit import Cluster, running_cluster
 
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.held import HeldResults
+from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log import patience
-from polarnode.journal.log.port import Claim, Ended, FinishAnswer, Log
-from polarnode.rollouts.results import LAST_S, Results
+from polarnode.journal.log.port import Claim, EndedSession, FinishAnswer, Log
+from polarnode.rollouts.results import STOP_WAIT_S, SessionResults
 from polarnode.support.concurrency import open_background
 
 NOW = 1000.0
@@ -30,15 +30,15 @@ class Here:
     """A node's results, its journal, and what had its place."""
 
     journal: Journal
-    results: Results
+    results: SessionResults
     filled: list[str]
 
     def end(self, held: Claim) -> Trajectory:
         """The end of a session of two turns, which its node's journal has."""
         whole = make_trajectory(held.session_id, task_id=held.task_id, turns=2)
-        self.journal.session_started(make_identity(held.session_id, task_id=held.task_id))
+        self.journal.record_session(make_identity(held.session_id, task_id=held.task_id))
         for turn in whole.turns:
-            self.journal.turn(turn)
+            self.journal.record_turn(turn)
         self.results.hold(held)
         self.results.publish(whole)
         return whole
@@ -49,12 +49,12 @@ async def node(folder: Path, log: Log) -> AsyncIterator[Here]:
     """One life of a node with this folder."""
     filled: list[str] = []
 
-    async def on_filled(held: Claim, ended: Ended, answer: FinishAnswer) -> None:
+    async def on_filled(held: Claim, ended: EndedSession, answer: FinishAnswer) -> None:
         filled.append(f"{ended.identity.session_id}: {answer}")
 
     async with open_journal(folder / "journal.sqlite", now=lambda: NOW) as journal:
-        results = Results(
-            log=log, now=lambda: NOW, on_filled=on_filled, held=HeldResults(journal, lambda: NOW)
+        results = SessionResults(
+            log=log, now=lambda: NOW, on_filled=on_filled, held=ResultStore(journal, lambda: NOW)
         )
         yield Here(journal, results, filled)
 
@@ -69,7 +69,7 @@ async def test_results_wait_for_log(tmp_path: Path) -> None:
             await trio.to_thread.run_sync(cluster.crash)
             async with open_background(here.results.run):
                 whole = here.end(held)
-                await here.journal.flushed()
+                await here.journal.flush()
                 assert (here.results.waiting, here.filled) == (1, [])
                 await trio.to_thread.run_sync(cluster.start)
                 with trio.fail_after(60):
@@ -89,7 +89,7 @@ async def test_waiting_results_fill_no_memory(tmp_path: Path) -> None:
 
     async def settled(here: Here, away: Away) -> None:
         """Everything is on disk, and the log was asked twice as often as there are results."""
-        await here.journal.flushed()
+        await here.journal.flush()
         with trio.fail_after(60):
             await until(lambda: away.asked >= 2 * count)
         gc.collect()
@@ -103,7 +103,7 @@ async def test_waiting_results_fill_no_memory(tmp_path: Path) -> None:
                 if life is not None:
                     life(here)
                 else:
-                    for each in await here.results.held.all():  # type: ignore[union-attr]
+                    for each in await here.results.held.read_all():  # type: ignore[union-attr]
                         here.results._take(each)
                 await settled(here, away)
                 held, _ = tracemalloc.get_traced_memory()
@@ -146,7 +146,7 @@ async def test_lost_while_down_is_told_again(tmp_path: Path) -> None:
             first.end(held)
             with trio.fail_after(60):
                 await first.results.delivered()
-            await first.journal.flushed()
+            await first.journal.flush()
         async with (
             open_postgres(cluster.database()) as promoted,
             node(tmp_path, promoted) as second,
@@ -174,7 +174,7 @@ async def test_put_back_by_newer_claim(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(self.log, name)
 
-        async def put_back(self, held: Claim, *given: Ended, counts: bool, keep: bool) -> Claim | None:
+        async def put_back(self, held: Claim, *given: EndedSession, counts: bool, keep: bool) -> Claim | None:
             if not self.again:
                 self.again += (await self.log.join((await self.log.nodes())[0].facts)).inherited
                 here.results.hold(self.again[0])
@@ -208,12 +208,12 @@ async def test_new_primary_is_told_again(tmp_path: Path) -> None:
             whole = here.end(held)
             with trio.fail_after(60):
                 await here.results.delivered()
-            await here.results.tell_again()
+            await here.results.resend_results()
             assert here.filled == [f"{held.session_id}: last"], "the log is the same"
             await _other_identity(cluster, new)
             here.results.log, here.results.incarnation = promoted, await join(promoted)
             for _ in range(2):  # the second time it is known
-                await here.results.tell_again()
+                await here.results.resend_results()
                 with trio.fail_after(60):
                     await here.results.delivered()
             assert await promoted.trajectory(held.session_id) == whole
@@ -238,7 +238,7 @@ class Away:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         async def refused(*_: object, **__: object) -> object:
             self.asked += 1
-            raise patience.LogAway("the log is away")
+            raise patience.LogUnavailable("the log is away")
 
         return refused
 
@@ -249,12 +249,12 @@ async def test_stop_is_bounded_without_log(tmp_path: Path, autojump_clock: trio.
         here.results.publish(make_trajectory("a", task_id="t"))
         await here.results.leave()
         assert here.results.waiting == 1
-        (found,) = await HeldResults(here.journal, lambda: NOW).all()
+        (found,) = await ResultStore(here.journal, lambda: NOW).read_all()
         assert found.answered is None
 
 
 async def test_stop_ends_patience(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
-    """Nothing cuts a place short that is given back but the node's stop, which waits no longer than LAST_S."""
+    """Nothing cuts a place short that is given back but the node's stop, which waits no longer than STOP_WAIT_S."""
     lost = make_trajectory("a", task_id="t")
     held = Claim(
         task_id="t",
@@ -276,8 +276,8 @@ async def test_stop_ends_patience(tmp_path: Path, autojump_clock: trio.testing.M
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(give_back)
-            await trio.sleep(10 * LAST_S)
+            await trio.sleep(10 * STOP_WAIT_S)
             assert len(nursery.child_tasks) == 1
-            here.results.hurry()
-        (found,) = await HeldResults(here.journal, lambda: NOW).all()
+            here.results.shorten_waits()
+        (found,) = await ResultStore(here.journal, lambda: NOW).read_all()
         assert (found.claim, found.answered) == (None, None), "the next start tells it"

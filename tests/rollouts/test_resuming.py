@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from keeper_kit import KEEPER, Keeper, programs
+from keeper_kit import KEEPER_HARNESS, Keeper, programs
 from session_kit import life, task
 
 from polarnode.core.codec.json import dump_json, plain
@@ -20,8 +20,7 @@ from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import ForkSpec, HarnessSpec, RuntimeSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Trajectory
 from polarnode.journal.journal import open_journal
-from polarnode.rollouts.forks import check_fork
-from polarnode.rollouts.resuming import find_frozen, find_snapshot
+from polarnode.rollouts.forks import check_fork, find_frozen, find_snapshot
 from polarnode.rollouts.snapshots import archive_path, beside, read_snapshot
 
 
@@ -39,14 +38,14 @@ async def read(folder: Path, name: str) -> Trajectory:
 
 
 async def parent_in(folder: Path) -> Trajectory:
-    spec = task(harness=KEEPER, snapshot_at=SnapshotSpec(turns=(0, 2)))
+    spec = task(harness=KEEPER_HARNESS, snapshot_at=SnapshotSpec(turns=(0, 2)))
     found = await run(folder, spec)
     assert (found.outcome.status, len(found.turns)) == ("completed", 4)
     return found
 
 
 def fork_of(parent: Trajectory, turn: int = 2, **more: Any) -> TaskSpec:
-    return task(harness=KEEPER, fork=ForkSpec(session=parent.session_id, turn=turn), **more)
+    return task(harness=KEEPER_HARNESS, fork=ForkSpec(session=parent.session_id, turn=turn), **more)
 
 
 async def test_a_fork_goes_on_from_a_snapshot_with_its_parents_turns(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ async def refused(folder: Path, spec: TaskSpec, parent: Trajectory, *, image: st
     async with life(folder / "journal.sqlite", programs()) as (_, scheduler, place):
         if image is not None:
             place.runtimes.images[spec.runtime.image] = image
-        harness = scheduler._admitted(spec).harness
+        harness = scheduler._admit_task(spec).harness
         assert spec.fork is not None
         with pytest.raises(Refused) as found:
             await find_snapshot(scheduler.services, spec, spec.fork, harness)

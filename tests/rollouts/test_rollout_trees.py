@@ -12,8 +12,8 @@ import orjson
 import pytest
 import trio
 from attrs import evolve
-from fakes_runtime import Call, Program
-from keeper_kit import KEEPER
+from fakes_runtime import Call, ProgramFunction
+from keeper_kit import KEEPER_HARNESS
 from keeper_kit import programs as keepers
 from session_kit import agent, life, task
 
@@ -23,9 +23,9 @@ from polarnode.groups import Group, forests_of, read_group, rows_of, tree_rows_o
 from polarnode.journal.finished_groups import finished_groups
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
-from polarnode.journal.values import Filters
-from polarnode.rollouts.scheduler import recover
-from polarnode.rollouts.trees import tree_way
+from polarnode.journal.values import EventFilters
+from polarnode.rollouts.forks import tree_way
+from polarnode.rollouts.recovery import recover
 
 POLICY = ForkPolicy(at=(1, 3), per_session=2)
 
@@ -35,7 +35,7 @@ def tree(policy: ForkPolicy = POLICY, *, samples: int = 6, **more: Any) -> TaskS
     return task(task_id="t", num_samples=samples, group=GroupSpec(fork=policy, **requires), **more)
 
 
-def ordered(*programs: Program) -> Program:
+def ordered(*programs: ProgramFunction) -> ProgramFunction:
     """A harness whose sessions run these programs, in the order in which they begin; further ones the last."""
     left = list(programs)
 
@@ -50,7 +50,7 @@ def ordered(*programs: Program) -> Program:
 FOUR = agent(turns=4, each=0.01)
 
 
-async def grown(folder: Path, spec: TaskSpec, program: Program = FOUR) -> Group:
+async def grown(folder: Path, spec: TaskSpec, program: ProgramFunction = FOUR) -> Group:
     async with life(folder / "journal.sqlite", {"agent": program}) as (_, scheduler, _):
         await scheduler.submit(spec)
     return await group_in(folder)
@@ -59,7 +59,7 @@ async def grown(folder: Path, spec: TaskSpec, program: Program = FOUR) -> Group:
 async def group_in(folder: Path) -> Group:
     """The group of the task, with its sessions, from the one event that says that it is over."""
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        page = await journal.events(0, filters=Filters(kinds=frozenset({"group"})))
+        page = await journal.events(0, filters=EventFilters(kinds=frozenset({"group"})))
         [event] = page.events
         group = read_group(orjson.loads(event.body))
         found = [await journal.trajectory(member.session_id) for member in group.members]
@@ -189,7 +189,7 @@ async def test_a_node_that_is_killed_goes_on_with_its_tree(tmp_path: Path, after
 
 
 async def test_where_there_are_snapshots_forks_are_resumed_and_only_before_those(tmp_path: Path) -> None:
-    spec = evolve(tree(ForkPolicy(at="even", per_session=2), samples=3), harness=KEEPER)
+    spec = evolve(tree(ForkPolicy(at="even", per_session=2), samples=3), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(0, 1, 3)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
         await scheduler.submit(spec)
@@ -200,7 +200,7 @@ async def test_where_there_are_snapshots_forks_are_resumed_and_only_before_those
 
 
 async def test_a_session_without_a_snapshot_is_not_forked_by_resume(tmp_path: Path) -> None:
-    spec = evolve(tree(ForkPolicy(per_session=1), samples=2), harness=KEEPER)
+    spec = evolve(tree(ForkPolicy(per_session=1), samples=2), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(9,)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
         await scheduler.submit(spec)
@@ -218,9 +218,9 @@ async def test_forks_that_cannot_be_resumed_are_refused_or_replayed(tmp_path: Pa
             await scheduler.submit(tree(resumed))
         assert refused.value.path == "$.group.fork.by"
         with pytest.raises(Refused, match="forks are resumed from snapshots: set snapshot_at"):
-            await scheduler.submit(evolve(tree(resumed), harness=KEEPER))
-        harness = scheduler._admitted(evolve(tree(), harness=KEEPER)).harness
-    plain = evolve(tree(), harness=KEEPER)
+            await scheduler.submit(evolve(tree(resumed), harness=KEEPER_HARNESS))
+        harness = scheduler._admit_task(evolve(tree(), harness=KEEPER_HARNESS)).harness
+    plain = evolve(tree(), harness=KEEPER_HARNESS)
     assert tree_way(plain, harness) == "replay"
     assert tree_way(evolve(plain, snapshot_at=SnapshotSpec(every=1)), harness) == "resume"
     kept = evolve(plain, snapshot_at=SnapshotSpec(every=1), group=GroupSpec(fork=evolve(POLICY, by="replay")))

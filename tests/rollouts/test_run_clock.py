@@ -2,7 +2,7 @@
 
 import pytest
 
-from polarnode.rollouts.run_clock import HELD_MOST_S, RunClock
+from polarnode.rollouts.run_clock import MAX_HELD_S, RunClock
 
 
 @pytest.mark.parametrize(
@@ -10,8 +10,8 @@ from polarnode.rollouts.run_clock import HELD_MOST_S, RunClock
     [
         ([50.0], 50.0, 50.0),
         ([50.0, -42.0], 8.0, 8.0),
-        ([HELD_MOST_S - 10, 50.0], HELD_MOST_S, HELD_MOST_S + 40),
-        ([HELD_MOST_S + 40, -50.0], HELD_MOST_S - 10, HELD_MOST_S - 10),
+        ([MAX_HELD_S - 10, 50.0], MAX_HELD_S, MAX_HELD_S + 40),
+        ([MAX_HELD_S + 40, -50.0], MAX_HELD_S - 10, MAX_HELD_S - 10),
         ([-1e-9], -1e-9, 0.0),
     ],
 )

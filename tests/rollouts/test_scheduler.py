@@ -12,7 +12,7 @@ from memory_log import MemoryLog
 from session_kit import agent, task, town
 from trio.abc import Clock
 
-from polarnode.containers.pool import Demand
+from polarnode.containers.pool import RuntimeDemand
 from polarnode.core.errors import Busy, JournalError, Refused
 from polarnode.core.task import (
     BuilderSpec,
@@ -325,7 +325,7 @@ async def test_a_session_that_can_not_be_published_at_all_is_logged_and_no_other
 async def test_sessions_at_a_glance(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "KEPT_ENDED", 2)
+    monkeypatch.setattr(scheduler_module, "MAX_ENDED_SESSIONS", 2)
     async with town(tmp_path, PROGRAMS, live=1) as place:
         place.submit(task_id="a", num_samples=2, evaluator="COUNTS")
         await place.until("run")
@@ -358,7 +358,7 @@ async def test_a_key_lives_as_long_as_its_session(autojump_clock: Clock, tmp_pat
         assert place.sessions_by_key.by_key(key) is not None
         await place.over()
         assert place.sessions_by_key.by_key(key) is None
-        assert place.sessions_by_key.ended_by_key(key) == session_id
+        assert place.sessions_by_key.ended_session_id(key) == session_id
 
 
 # ── warm containers ───────────────────────────────────────────────────────────
@@ -382,7 +382,7 @@ async def test_the_demand_for_warm_containers_rises_and_ends_at_zero(
 
 def test_tasks_that_differ_in_what_comes_later_are_counted_together() -> None:
     told: list[tuple[str, int]] = []
-    demand = Demand(lambda spec, count: told.append((spec.image, count)), 3)
+    demand = RuntimeDemand(lambda spec, count: told.append((spec.image, count)), 3)
     plain, busy = (
         RuntimeSpec(image="i"),
         RuntimeSpec(image="i", files=(FileSpec(path="x", text=""),), env={"A": "b"}),
@@ -397,7 +397,7 @@ def test_tasks_that_differ_in_what_comes_later_are_counted_together() -> None:
 
 def test_a_pool_that_keeps_nothing_warm_is_asked_for_nothing() -> None:
     told: list[int] = []
-    demand = Demand(lambda _, count: told.append(count), 0)
+    demand = RuntimeDemand(lambda _, count: told.append(count), 0)
     demand.expect(["a", "b"], RuntimeSpec())
     demand.served("a")
     demand.expect(["c"], RuntimeSpec())

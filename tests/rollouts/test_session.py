@@ -36,7 +36,7 @@ async def test_every_phase_in_its_order_with_its_time(autojump_clock: Clock, tmp
     phases: list[str] = []
     async with town(tmp_path, {"agent": agent(turns=2, each=5.0)}) as place:
         place.runtimes.takes = [2.0]
-        phase_changed = place.scheduler._phase_changed
+        phase_changed = place.scheduler._on_phase_change
 
         def noting(session: Any) -> None:
             phases.append(session.phase)
@@ -72,10 +72,10 @@ async def test_the_container_outlives_a_long_wait_in_ready(autojump_clock: Clock
         await place.one(budgets={"init_s": 10.0, "run_s": 100.0, "post_s": 20.0})
     assert place.runtimes.lifetimes == [
         10
-        + session_containers.READY_S
-        + (100 + session_containers.HELD_MOST_S)
+        + session_containers.READY_WAIT_S
+        + (100 + session_containers.MAX_HELD_S)
         + 40
-        + session_containers.TEARDOWN_S
+        + session_containers.TEARDOWN_MARGIN_S
     ]
 
 
@@ -85,7 +85,7 @@ async def test_a_container_that_grew_too_old_in_ready_gives_way_to_a_fresh_one(
     async with town(tmp_path, {"agent": agent()}, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit()
-            await trio.sleep(session_containers.READY_S + 600)
+            await trio.sleep(session_containers.READY_WAIT_S + 600)
         await place.over()
         assert place.of(session_id).outcome.status == "completed"
         assert len(place.runtimes.opened) == 2
@@ -245,7 +245,7 @@ async def test_the_turn_in_flight_when_the_run_ends_is_in_the_trajectory(
     """
 
     async def program(call: Any) -> int:
-        live = kit.live_of(program, call)
+        live = kit.session_of_call(program, call)
         place.nursery.start_soon(partial(kit.ask, live, [kit.toys.user()], takes=1000.0))
         await trio.sleep(1)
         if bug:
@@ -294,7 +294,7 @@ async def test_a_spent_budget_ends_a_harness_that_does_not_end_for_it(
     assert (f"max_{clock} = {next(iter(budget.values()))}" in (found.outcome.reason or "")) is (
         clock != "repeats"
     )
-    assert found.timing.run_s == pytest.approx(2.0 * len(found.turns) + session_module.SPENT_GRACE)
+    assert found.timing.run_s == pytest.approx(2.0 * len(found.turns) + session_module.SPENT_GRACE_S)
     assert found.metrics["refusals"] == {"budget_spent": 1}
 
 
@@ -341,7 +341,7 @@ async def test_a_harness_that_fails_shows_its_last_words_and_is_judged(
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 7)
     tail = found.outcome.log_tail or ""
     assert tail.endswith("\nTraceback: é\n")
-    assert len(tail) == evaluation.LOG_TAIL
+    assert len(tail) == evaluation.LOG_TAIL_CHARS
     assert (found.reward, len(found.traces)) == (2.0, 1)
 
 

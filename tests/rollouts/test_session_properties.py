@@ -10,7 +10,7 @@ import trio
 from attrs import frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_kit import Town, agent, town
+from session_kit import MemoryNode, agent, town
 from trio.testing import MockClock
 
 from polarnode.core.errors import Refused, RuntimeFault
@@ -77,7 +77,7 @@ BLOWS = st.builds(
 LIMITS = st.fixed_dictionaries({name: st.integers(1, 4) for name in ("live", "init", "run", "post")})
 
 
-async def send(place: Town, number: int, group: Group) -> None:
+async def send(place: MemoryNode, number: int, group: Group) -> None:
     await trio.sleep(group.at)
     steps = (
         PrepareStep(argv=("sleep", str(group.prepares))),
@@ -92,7 +92,7 @@ async def send(place: Town, number: int, group: Group) -> None:
         assert place.scheduler.registry.stopping
 
 
-async def strike(place: Town, blow: Blow) -> None:
+async def strike(place: MemoryNode, blow: Blow) -> None:
     await trio.sleep(blow.at)
     match blow.what:
         case "cancel":
@@ -112,10 +112,10 @@ async def strike(place: Town, blow: Blow) -> None:
 
 def play(
     groups: Sequence[Group], blows: Sequence[Blow], limits: dict[str, int], *, force_at: float | None
-) -> Town:
+) -> MemoryNode:
     """All of it in virtual time; with `force_at` the node is left by force then."""
     programs = {f"agent{number}": agent(**group.harness) for number, group in enumerate(groups)}
-    seen: list[Town] = []
+    seen: list[MemoryNode] = []
 
     async def main(folder: Path) -> None:
         with trio.move_on_after(force_at) if force_at is not None else trio.CancelScope():

@@ -10,8 +10,8 @@ import pytest
 import trio
 from attrs import define, evolve
 from journal_samples import make_identity, make_trajectory
-from keeper_kit import KEEPER, Keeper, programs
-from log_kit import die, open_postgres
+from keeper_kit import KEEPER_HARNESS, Keeper, programs
+from log_kit import expire_node, open_postgres
 from postgres_kit import running_cluster
 from session_kit import scheduling, task, town
 
@@ -19,15 +19,15 @@ from polarnode.core.conversation import Conversation
 from polarnode.core.errors import ConfigError
 from polarnode.core.snapshots import ReferenceKey, Snapshot
 from polarnode.core.task import ForkSpec, SnapshotSpec
-from polarnode.journal.held import HeldResults
+from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.rollouts.fork_nodes import ForkNodes
+from polarnode.rollouts.forks import ForkNodes
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.rollouts.services import NodeIdentity
-from polarnode.rollouts.session_records import SharedRecords
-from polarnode.rollouts.snapshot_store import SnapshotStore, open_store
+from polarnode.rollouts.session_records import SharedSessionRecords
+from polarnode.rollouts.snapshot_store import SnapshotStore, open_snapshot_store
 from polarnode.rollouts.snapshots import archive_path, beside, list_snapshots, write
 from polarnode.support.concurrency import open_background
 
@@ -42,9 +42,9 @@ class Here:
 
     def take(self, session_id: str, turn: int, content: bytes = b"files") -> None:
         """A session with so many turns, and a snapshot before its turn `turn`."""
-        self.journal.session_started(make_identity(session_id))
+        self.journal.record_session(make_identity(session_id))
         for each in make_trajectory(session_id, turns=turn + 1).turns:
-            self.journal.turn(each)
+            self.journal.record_turn(each)
         archive = archive_path(self.folder, session_id, turn)
         archive.write_bytes(content)
         write(snapshot(session_id, turn), beside(archive))
@@ -75,7 +75,7 @@ def snapshot(session_id: str, turn: int) -> Snapshot:
 async def node(folder: Path, shared: Path) -> AsyncIterator[Here]:
     await trio.Path(folder).mkdir()
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        store = open_store(str(shared), folder=folder, journal=journal)
+        store = open_snapshot_store(str(shared), folder=folder, journal=journal)
         async with open_background(store.run):
             yield Here(folder, journal, store)
 
@@ -141,7 +141,7 @@ async def test_storage_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCa
 async def test_unknown_storage_is_refused(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=time.time) as journal:
         with pytest.raises(ConfigError, match="snapshots: nosuch://there cannot be reached"):
-            open_store("nosuch://there", folder=tmp_path, journal=journal)
+            open_snapshot_store("nosuch://there", folder=tmp_path, journal=journal)
 
 
 # ── a node that is lost ───────────────────────────────────────────────────────
@@ -154,7 +154,7 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
         parents = ForkNodes(
             log=log, journal=here.journal, node=folder.name, snapshots=folder, copies=here.store
         )
-        records = SharedRecords(here.journal, log)
+        records = SharedSessionRecords(here.journal, log)
         services = evolve(
             place.scheduler.services,
             identity=NodeIdentity(node=folder.name, model="tiny"),
@@ -163,7 +163,7 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
             fork_parent=parents.parent,
             earlier_attempts=parents.earlier_attempts,
         )
-        held = HeldResults(here.journal, time.time)
+        held = ResultStore(here.journal, time.time)
         async with open_background(records.run), scheduling(log, services, place, held) as scheduler:
             await scheduler.join(NodeFacts(name=folder.name))
             yield scheduler
@@ -171,7 +171,7 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
 
 async def test_session_of_lost_node_goes_on(tmp_path: Path) -> None:
     """At another node, from its last snapshot; every token of the place is trained once."""
-    spec = task(harness=KEEPER, snapshot_at=SnapshotSpec(turns=(3,)), budgets={"retries": 1})
+    spec = task(harness=KEEPER_HARNESS, snapshot_at=SnapshotSpec(turns=(3,)), budgets={"retries": 1})
     shared, first, second = tmp_path / "shared", Keeper(turns=40, takes=0.1), Keeper(turns=6)
     with running_cluster() as cluster:
         dsn = cluster.database()
@@ -183,7 +183,7 @@ async def test_session_of_lost_node_goes_on(tmp_path: Path) -> None:
                     incarnation = scheduler.incarnation
                     killed.cancel()
                     await trio.sleep_forever()
-            await die(two, incarnation)
+            await expire_node(two, incarnation)
             async with life(two, tmp_path / "two", shared, second) as scheduler:
                 with trio.fail_after(60):
                     facts = await scheduler.place_over(task_id, 0)

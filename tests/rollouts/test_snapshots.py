@@ -14,7 +14,7 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_runtime import Call
-from session_kit import agent, ask, live_of, order, town
+from session_kit import agent, ask, order, session_of_call, town
 from trio.testing import MockClock as Clock
 
 from polarnode.containers.inside import Process
@@ -23,8 +23,8 @@ from polarnode.core.task import HarnessSpec, McpServerSpec, SnapshotSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.harnesses import HARNESSES
 from polarnode.rollouts import snapshots
-from polarnode.rollouts.evaluations import old_kept
-from polarnode.rollouts.run_clock import HELD_MOST_S
+from polarnode.rollouts.evaluations import old_kept_files
+from polarnode.rollouts.run_clock import MAX_HELD_S
 from polarnode.rollouts.session_containers import Containers
 from polarnode.rollouts.snapshots import (
     HELD_S,
@@ -99,7 +99,7 @@ async def test_a_task_without_any_costs_nothing(autojump_clock: Clock, tmp_path:
 
     async def program(call: Call) -> int:
         await trio.lowlevel.checkpoint()
-        held.append(live_of(program, call).on_held)
+        held.append(session_of_call(program, call).on_held)
         return 0
 
     async with town(tmp_path, {"agent": program}) as here:
@@ -130,7 +130,7 @@ async def test_what_is_beside_the_files_is_the_waiting_requests_and_readable_by_
 
 async def side_call(program: Any, call: Call) -> None:
     """A call that the harness marks as a side call."""
-    live, toy = live_of(program, call), toys.Session()
+    live, toy = session_of_call(program, call), toys.Session()
     toy.session_id, toy.lineages = live.session_id, live.lineages
     with live.call(trio.CancelScope()):
         pending = toy.begin(toys.ask(toys.user("name it")), hints={"kind": "auxiliary"})
@@ -141,7 +141,7 @@ async def side_call(program: Any, call: Call) -> None:
 
 async def test_only_the_main_agents_only_call_has_one(autojump_clock: Clock, tmp_path: Path) -> None:
     async def program(call: Call) -> int:
-        live = live_of(program, call)
+        live = session_of_call(program, call)
         await side_call(program, call)
         async with trio.open_nursery() as nursery:
             for word in ("one", "two"):
@@ -158,7 +158,7 @@ async def test_a_call_that_comes_meanwhile_costs_the_snapshot(autojump_clock: Cl
     """However short it is: the harness did something."""
 
     async def program(call: Call) -> int:
-        live = live_of(program, call)
+        live = session_of_call(program, call)
         call.runtime.copying_s = 2.0
 
         async def later() -> None:
@@ -197,7 +197,7 @@ async def test_what_a_call_is_held_costs_no_budget(
     assert found.timing.run_s == pytest.approx(run_s - 0.3 + held)
     assert told(found)["not_taken"] == not_taken
     assert here.scheduler.services.tally.snapshot_s == pytest.approx(held)
-    assert held < HELD_MOST_S
+    assert held < MAX_HELD_S
 
 
 async def test_one_that_is_too_large_is_counted_and_the_call_goes_on(
@@ -237,7 +237,7 @@ async def test_a_disk_without_room_and_one_that_fails_are_counted(
 
 async def test_processes_since_the_first_call_are_named(autojump_clock: Clock, tmp_path: Path) -> None:
     async def program(call: Call) -> int:
-        live = live_of(program, call)
+        live = session_of_call(program, call)
         call.runtime.beside = frozenset({SHELL})
         history = [toys.user()]
         for _ in range(3):
@@ -334,4 +334,4 @@ async def test_snapshots_go_with_their_session(autojump_clock: Clock, tmp_path: 
         (tmp_path / name).write_text("x")
         os.utime(tmp_path / name, (1, 1))
     (tmp_path / "e.snapshot-0.json").write_text("too young")
-    assert sorted(path.name for path in old_kept(tmp_path)) == sorted(names[:-1])
+    assert sorted(path.name for path in old_kept_files(tmp_path)) == sorted(names[:-1])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import trio
 from attrs import define, evolve, field
-from captures_kit import Desk, Told, in_thread, open_desk
+from captures_kit import Desk, Told, in_thread, open_capture_node
 from fakes_engine import ScriptedEngine
 from journal_samples import make_identity, make_spec
 from plane_kit import CONTEXT, answers
@@ -21,11 +21,11 @@ from polarnode.core.ports import RowScores, ScoreOrder
 from polarnode.core.task import BuilderSpec, CarrySpec
 from polarnode.core.trajectory import Trajectory, Turn, VersionSpan
 from polarnode.engine.routing import EngineStatistics
-from polarnode.engine.scoring import REQUESTS, ROWS, Scoring
+from polarnode.engine.scoring import REQUESTS, ROWS, ScoringEngines
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.builders import build
-from polarnode.merge.token_extras import at_trained, row_to_score
-from polarnode.rollouts.scheduler import _trajectory
+from polarnode.merge.token_extras import masked_logprobs, row_to_score
+from polarnode.rollouts.recovery import _trajectory
 
 
 @define(eq=False)
@@ -97,7 +97,7 @@ def checked(trajectory: Trajectory) -> int:
 )
 async def test_each_trained_token_is_scored_after_all_before_it(tmp_path: Path, builder: Any) -> None:
     teacher = Teacher()
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"big": teacher})) as desk:
+    async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"big": teacher})) as desk:
         found = await captured(desk, carry={"teacher": "big"}, builder=builder)
     assert checked(found) > 0
     assert found.reward == 0.5
@@ -110,7 +110,9 @@ async def test_each_trained_token_is_scored_after_all_before_it(tmp_path: Path, 
 async def test_a_teacher_that_fails_costs_its_logprobs_alone(tmp_path: Path) -> None:
     down = Teacher(fails=EngineError("every engine host keeps dying"))
     narrow = Teacher(fails=Refused("this engine reads 7 at most"))
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"down": down, "narrow": narrow})) as desk:
+    async with open_capture_node(
+        tmp_path, engine(), scoring=ScoringEngines({"down": down, "narrow": narrow})
+    ) as desk:
         for name, words in (
             ("down", "every engine host keeps dying"),
             ("narrow", "this engine reads 7 at most"),
@@ -127,7 +129,7 @@ async def test_a_teacher_that_fails_costs_its_logprobs_alone(tmp_path: Path) -> 
 
 async def test_a_slow_teacher_has_the_rest_of_post_s(tmp_path: Path) -> None:
     slow = Teacher(hold=trio.Event())
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"slow": slow})) as desk:
+    async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"slow": slow})) as desk:
         found = await captured(desk, 1, carry={"teacher": "slow"}, budgets={"post_s": 0.2})
         assert found.reward == 0.5
         assert found.traces[0].missing_extras == (
@@ -138,7 +140,7 @@ async def test_a_slow_teacher_has_the_rest_of_post_s(tmp_path: Path) -> None:
 
 async def test_a_node_that_stops_does_not_wait_for_a_teacher(tmp_path: Path) -> None:
     slow = Teacher(hold=trio.Event())
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"slow": slow})) as desk:
+    async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"slow": slow})) as desk:
         opened = await desk.open(carry={"teacher": "slow"})
         await in_thread(Told(opened["env"]).chat)
         async with trio.open_nursery() as nursery:
@@ -152,8 +154,8 @@ async def test_a_node_that_stops_does_not_wait_for_a_teacher(tmp_path: Path) -> 
 
 
 async def test_an_unknown_teacher_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
-    async with open_desk(
-        tmp_path, engine(), scoring=Scoring({"policy": Teacher(), "big": Teacher()})
+    async with open_capture_node(
+        tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "big": Teacher()})
     ) as desk:
         answer = await desk.caller.post("/v1/capture", {"carry": {"teacher": "bigger"}})
         assert answer.status == 400
@@ -216,7 +218,7 @@ def test_a_session_of_an_earlier_run_says_that_nobody_scored_it(teacher: str) ->
 
 def test_only_trained_positions_have_a_value() -> None:
     mask = bytes([1, 0, 1, 1, 0, 2, 1])
-    assert list(at_trained(mask, floats([3, 4, 5, 6, 7, 8]), begin=1)) == [0, 0, 4, 5, 0, 0, 8]
+    assert list(masked_logprobs(mask, floats([3, 4, 5, 6, 7, 8]), begin=1)) == [0, 0, 4, 5, 0, 0, 8]
 
 
 # ── POST /v1/score ────────────────────────────────────────────────────────────
@@ -224,7 +226,9 @@ def test_only_trained_positions_have_a_value() -> None:
 
 async def test_rows_are_scored_by_name_with_or_without_a_mask(tmp_path: Path) -> None:
     teacher = Teacher()
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"policy": Teacher(), "big": teacher})) as desk:
+    async with open_capture_node(
+        tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "big": teacher})
+    ) as desk:
         row, mask = [5, 6, 7, 8, 9], [0, 0, 1, 1, 0]
         rows = [
             {"token_ids": row},
@@ -253,8 +257,8 @@ async def test_rows_are_scored_by_name_with_or_without_a_mask(tmp_path: Path) ->
 
 async def test_what_cannot_be_scored_is_refused_with_its_place(tmp_path: Path) -> None:
     narrow = Teacher(fails=Refused("this engine reads 7 at most"))
-    async with open_desk(
-        tmp_path, engine(), scoring=Scoring({"policy": Teacher(), "narrow": narrow})
+    async with open_capture_node(
+        tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "narrow": narrow})
     ) as desk:
         good = {"token_ids": [1, 2]}
         for body, path, words in (
@@ -285,7 +289,7 @@ async def test_requests_beyond_what_a_node_takes_are_told_to_wait_and_one_that_l
     tmp_path: Path,
 ) -> None:
     slow = Teacher(hold=trio.Event())
-    async with open_desk(tmp_path, engine(), scoring=Scoring({"policy": slow})) as desk:
+    async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"policy": slow})) as desk:
         body = {"rows": [{"token_ids": [1, 2]}]}
         async with trio.open_nursery() as nursery:
             for _ in range(REQUESTS):

@@ -193,7 +193,7 @@ def test_metrics_that_are_too_large_cost_themselves_and_no_reward() -> None:
         Verdict(reward=1.0, metrics={str(number): "y" * 1000 for number in range(2000)})
     ).metrics
     assert "metrics is larger than 1 MiB" in str(many["refused"])
-    assert len(str(many["text"])) == session_containers.REFUSED_CHARS
+    assert len(str(many["text"])) == session_containers.MAX_REFUSED_CHARS
 
 
 def test_a_metric_beyond_64_bits_is_kept_as_its_digits() -> None:

@@ -14,10 +14,10 @@ from sources_kit import DATA, items, refusal, task, tasks
 from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.sources import KINDS, SourcedTask, Unread, read_source
-from polarnode.sources.reading import read_yaml, task_value
+from polarnode.sources import KINDS, SourcedTask, UnreadTask, read_source
+from polarnode.sources.reading import read_task_toml, read_yaml
 from polarnode.sources.source import READERS, detect
-from polarnode.sources.values import FoundTask, merged_over
+from polarnode.sources.values import FoundTask, merge_over
 
 SHELL: dict[str, Any] = {"name": "shell", "command": ["true"]}
 LINE = {"instruction": "Do it.", "harness": {"name": "pi"}, "task_id": "one"}
@@ -137,7 +137,7 @@ def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: P
     ]
     found = items(write_lines(tmp_path / "t.jsonl", *lines))
     assert [each.name for each in found] == ["one", "2", "3", "4", "one", "6", "six", "8"]
-    said = [str(each.refused) for each in found if isinstance(each, Unread)]
+    said = [str(each.refused) for each in found if isinstance(each, UnreadTask)]
     file = tmp_path / "t.jsonl"
     assert said[:2] == [f"{file} line 2: the line is blank: remove it, each line is one task", said[1]]
     assert said[1] == f"{file} line 3: the line is a comment, which JSONL does not have: remove it"
@@ -146,7 +146,7 @@ def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: P
     assert said[3] == f"{file} line 5: num_samples must be 1 to 4096, not 0"
     assert said[4] == f"{file} line 6: a task is a JSON object, not list"
     assert said[5].startswith(f"{file} line 8: the task names no harness: give --harness")
-    assert [each.refused.path for each in found if isinstance(each, Unread)][3] == "$.num_samples"
+    assert [each.refused.path for each in found if isinstance(each, UnreadTask)][3] == "$.num_samples"
 
 
 def test_to_read_tasks_is_to_stop_at_the_first_that_can_not_be(tmp_path: Path) -> None:
@@ -222,11 +222,11 @@ def test_another_program_does_not_get_the_settings_of_the_first(tmp_path: Path) 
 def test_what_is_laid_over_may_be_a_folder_too(tmp_path: Path) -> None:
     (tmp_path / "words.md").write_text("Other words.")
     (tmp_path / "with.toml").write_text('instruction_file = "words.md"\n[budgets]\nrun_s = 3\n')
-    spec = task(write_lines(tmp_path / "t.jsonl", LINE), over=task_value(tmp_path / "with.toml")).spec
+    spec = task(write_lines(tmp_path / "t.jsonl", LINE), over=read_task_toml(tmp_path / "with.toml")).spec
     assert (spec.instruction, spec.budgets.run_s) == ("Other words.", 3)
     (tmp_path / "with.toml").write_text("run_s = [\n")
     with pytest.raises(Refused, match=r"with\.toml: the task is not TOML"):
-        task_value(tmp_path / "with.toml")
+        read_task_toml(tmp_path / "with.toml")
     assert "budget is not a known field" in refusal(
         write_lines(tmp_path / "t.jsonl", LINE), over={"budget": {}}
     )
@@ -246,9 +246,9 @@ OBJECT = st.dictionaries(st.sampled_from(["a", "b", "c", "harness"]), JSON, max_
 def test_what_is_laid_over_stands_and_laying_it_twice_changes_nothing(
     value: dict[str, Json], over: dict[str, Json]
 ) -> None:
-    once = merged_over(value, over)
-    assert merged_over(once, over) == once
-    assert merged_over(value, {}) == value
+    once = merge_over(value, over)
+    assert merge_over(once, over) == once
+    assert merge_over(value, {}) == value
     assert set(once) == set(value) | set(over)
     assert all(once[key] == value[key] for key in value if key not in over)
     assert all(

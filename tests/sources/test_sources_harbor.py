@@ -17,9 +17,9 @@ from sources_kit import DATA, items, refusal, task
 from polarnode.core import codec
 from polarnode.core.errors import Refused
 from polarnode.evaluators import harbor as evaluator
-from polarnode.sources import Unread
-from polarnode.sources.harbor import UNUSED, HarborTask, without_marks
-from polarnode.sources.reading import ContainerStart, below, build_of, inline, lines, read_dockerfile
+from polarnode.sources import UnreadTask
+from polarnode.sources.harbor import UNUSED, HarborTask, strip_canary
+from polarnode.sources.reading import ContainerStart, below, inline, lines, make_build, read_dockerfile
 from polarnode.sources.terminal_bench import OldTask
 
 HELLO = DATA / "harbor" / "hello"
@@ -126,7 +126,7 @@ def test_a_folder_of_tasks_is_all_of_them_and_a_bad_one_hides_none(hello: Path) 
     (bad / "instruction.md").unlink()
     found = items(hello.parent, harness="pi")
     assert [each.name for each in found] == ["bad", "hello"]
-    assert isinstance(found[0], Unread)
+    assert isinstance(found[0], UnreadTask)
     assert str(found[0].refused) == f"{bad / 'instruction.md'} cannot be read: No such file or directory"
 
 
@@ -202,7 +202,7 @@ def test_no_field_is_dropped_in_silence(part: str, name: str) -> None:
     ],
 )
 def test_marks_at_the_head_of_an_instruction_are_not_shown(text: str, shown: str) -> None:
-    assert without_marks(text) == shown
+    assert strip_canary(text) == shown
 
 
 # ── folders and Dockerfiles ───────────────────────────────────────────────────
@@ -210,7 +210,7 @@ def test_marks_at_the_head_of_an_instruction_are_not_shown(text: str, shown: str
 
 def test_what_a_folder_is_built_into_is_called_by_all_it_holds(hello: Path) -> None:
     def image() -> str:
-        return build_of(hello / "environment", "Dockerfile", limit_s=1).image
+        return make_build(hello / "environment", "Dockerfile", limit_s=1).image
 
     seen = {image()}
     (hello / "environment" / "more").write_text("x")
@@ -223,7 +223,7 @@ def test_what_a_folder_is_built_into_is_called_by_all_it_holds(hello: Path) -> N
     seen.add(image())
     assert len(seen) == 5
     moved = shutil.copytree(hello / "environment", hello / "elsewhere", symlinks=True)
-    assert build_of(Path(moved), "Dockerfile", limit_s=9).image == image(), (
+    assert make_build(Path(moved), "Dockerfile", limit_s=9).image == image(), (
         "where it lies and how long it takes are not in its name"
     )
 

@@ -15,8 +15,8 @@ from sources_kit import DATA, items, refusal, task
 from polarnode.core import codec
 from polarnode.core.task import PrepareStep, VolumeSpec
 from polarnode.evaluators import harbor, test_on_output
-from polarnode.sources import Unread
-from polarnode.sources.polar import ANOTHER_AGENT, Notes
+from polarnode.sources import UnreadTask
+from polarnode.sources.polar import AGENT_CHANGING_SETTINGS, TaskNotes
 from polarnode.sources.polar_spec import (
     PolarEvaluator,
     PolarRuntime,
@@ -123,7 +123,7 @@ def test_a_list_and_lines_hold_several(tmp_path: Path) -> None:
     (tmp_path / "many.jsonl").write_text(json.dumps(value) + "\n{\n")
     found = items(tmp_path / "many.jsonl")
     assert found[0].name == "t"
-    assert isinstance(found[1], Unread)
+    assert isinstance(found[1], UnreadTask)
     assert "many.jsonl line 2: the line is not JSON" in str(found[1].refused)
 
 
@@ -213,7 +213,7 @@ def test_what_would_be_another_task_is_refused(tmp_path: Path, said: dict[str, A
     assert text.startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ANOTHER_AGENT)
+@pytest.mark.parametrize("name", AGENT_CHANGING_SETTINGS)
 def test_settings_that_make_another_agent_are_refused(tmp_path: Path, name: str) -> None:
     assert f"agent.settings.{name} makes it another agent" in refusal(
         write(tmp_path, agent={"harness": "codex", "settings": {name: "x"}})
@@ -271,7 +271,7 @@ def test_no_evaluator_and_a_harbor_one_with_an_env(tmp_path: Path) -> None:
 def test_an_unknown_field_is_noted(name: str) -> None:
     from polarnode.sources.polar import _note_unknown  # the one law of this reader
 
-    notes = Notes()
+    notes = TaskNotes()
     _note_unknown({"instruction": "x", name: 1}, notes)
     assert notes.texts == [f"{name} is not used: no TaskRequest has such a field"]
 

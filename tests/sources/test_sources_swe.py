@@ -23,9 +23,9 @@ from polarnode.core.ports import Endpoint
 from polarnode.evaluators import swebench
 from polarnode.harnesses import HARNESSES
 from polarnode.rollouts.services import harness_order
-from polarnode.sources import Overrides, SourcedTask, Unread, read_source
+from polarnode.sources import Overrides, SourcedTask, UnreadTask, read_source
 from polarnode.sources.reading import rows
-from polarnode.sources.swe import INSTRUCTION, JUDGED_BY
+from polarnode.sources.swe import EVALUATOR_COLUMNS, INSTRUCTION
 from polarnode.sources.swe import tasks as swe_tasks
 
 FILE = DATA / "swe" / "rows.jsonl"
@@ -39,7 +39,7 @@ SECRETS = (
 )
 
 
-def by_name(*, path: Path = FILE, **overrides: Any) -> Mapping[str, SourcedTask | Unread]:
+def by_name(*, path: Path = FILE, **overrides: Any) -> Mapping[str, SourcedTask | UnreadTask]:
     return {each.name: each for each in items(path, harness="pi", **overrides)}
 
 
@@ -83,7 +83,7 @@ def test_each_datasets_images_are_called_as_they_are() -> None:
     )
     assert isinstance(moto, SourcedTask)
     assert moto.spec.runtime.image == "xingyaoww/sweb.eval.x86_64.getmoto_s_moto-5406:latest"
-    assert isinstance(unknown, Unread)
+    assert isinstance(unknown, UnreadTask)
     assert "no convention is known for somebody/else: say --image-template" in str(unknown.refused)
     assert isinstance(own, SourcedTask)
     assert own.spec.runtime.image == "quay.example/else:2"
@@ -117,7 +117,7 @@ def test_its_evaluator_takes_what_it_is_given() -> None:
     instance = swebench.read_config(config).instance
     assert swebench.names(instance, "FAIL_TO_PASS") == ("test_lib.py::test_two",)
     assert instance["FAIL_TO_PASS"] == ["test_lib.py::test_two"], "JSON text in the dataset, a list here"
-    assert set(instance) <= set(JUDGED_BY)
+    assert set(instance) <= set(EVALUATOR_COLUMNS)
     assert "patch" not in instance, "the solution is nobody's to see"
 
 
@@ -227,7 +227,7 @@ def test_parquet_and_arrow_and_json_hold_the_same_tasks(tmp_path: Path) -> None:
 def test_a_row_of_a_table_is_named_by_its_number(tmp_path: Path) -> None:
     pq.write_table(table(ROWS), tmp_path / "r.parquet")
     found = items(tmp_path / "r.parquet", harness="pi", only="*else-1")
-    assert isinstance(found[0], Unread)
+    assert isinstance(found[0], UnreadTask)
     assert str(found[0].refused).startswith(f"{tmp_path / 'r.parquet'} row 3 (somebody__else-1): ")
 
 
@@ -274,8 +274,8 @@ def test_bad_lines_and_values_are_named(tmp_path: Path) -> None:
     assert "line 3: a row is a JSON object, not list" in str(found[2].refused)
     assert [type(each).__name__ for each in swe_tasks(tmp_path / "r.jsonl", Overrides())] == [
         "FoundTask",
-        "Unread",
-        "Unread",
+        "UnreadTask",
+        "UnreadTask",
     ]
 
 

@@ -4,19 +4,19 @@ import os
 import signal
 from pathlib import Path
 
-from polarnode.support.locks import lock_held, take_lock
+from polarnode.support.locks import is_locked, take_lock
 
 
 def test_a_lock_has_one_holder(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    assert not lock_held(path), "there is no file"
+    assert not is_locked(path), "there is no file"
     file = take_lock(path)
     assert file is not None
     assert path.stat().st_mode & 0o777 == 0o600
-    assert lock_held(path)
+    assert is_locked(path)
     assert take_lock(path, wait_s=0.1) is None
     file.close()
-    assert not lock_held(path)
+    assert not is_locked(path)
 
 
 def test_a_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         os._exit(0)
     try:
         assert os.read(ready, 1) == b"x"
-        assert lock_held(path)
+        assert is_locked(path)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from polarnode.support.bounded import LINES, PER_S, LineLimit, open_node_log, private_folder, private_opener
+from polarnode.support.bounded import (
+    LINE_WINDOW_S,
+    LINES,
+    LineLimit,
+    make_private_folder,
+    open_node_log,
+    open_private,
+)
 
 
 def mode(path: Path) -> int:
@@ -22,8 +29,8 @@ def open_umask() -> object:
 
 
 def test_a_new_folder_and_its_files_are_private(tmp_path: Path) -> None:
-    private_folder(tmp_path / "state")
-    with open(tmp_path / "state" / "journal.sqlite", "w", opener=private_opener):
+    make_private_folder(tmp_path / "state")
+    with open(tmp_path / "state" / "journal.sqlite", "w", opener=open_private):
         pass
     assert (mode(tmp_path / "state"), mode(tmp_path / "state" / "journal.sqlite")) == (0o700, 0o600)
 
@@ -33,8 +40,8 @@ def test_the_folder_of_an_earlier_release_is_tightened(tmp_path: Path) -> None:
     (state / "sessions").mkdir(parents=True, mode=0o755)
     for name in ("journal.sqlite", "journal.sqlite-wal", "node.log", "engine-0.log"):
         (state / name).touch(mode=0o644)
-    private_folder(state)
-    private_folder(state / "sessions")
+    make_private_folder(state)
+    make_private_folder(state / "sessions")
     assert {mode(each) for each in state.iterdir() if each.is_file()} == {0o600}
     assert (mode(state), mode(state / "sessions")) == (0o700, 0o700)
 
@@ -45,7 +52,7 @@ def test_a_folder_that_holds_other_things_keeps_its_mode(
     (tmp_path / "shared").mkdir(mode=0o755)
     (tmp_path / "shared" / "thesis.tex").touch(mode=0o644)
     (tmp_path / "shared" / "journal.sqlite").touch(mode=0o644)
-    private_folder(tmp_path / "shared")
+    make_private_folder(tmp_path / "shared")
     assert mode(tmp_path / "shared") == 0o755
     assert mode(tmp_path / "shared" / "thesis.tex") == 0o644
     assert mode(tmp_path / "shared" / "journal.sqlite") == 0o600
@@ -55,7 +62,7 @@ def test_a_folder_that_holds_other_things_keeps_its_mode(
 def test_a_folder_of_all_users_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
-    private_folder(tmp_path / "tmp")
+    make_private_folder(tmp_path / "tmp")
     assert mode(tmp_path / "tmp") == 0o1777
 
 
@@ -70,10 +77,10 @@ def test_lines_of_one_kind_are_limited_and_those_left_out_are_counted() -> None:
     passed = [limit.filter(record(1.0, value=number)) for number in range(LINES + 50)]
     assert sum(passed) == LINES
     assert limit.filter(record(1.0, "another kind %s"))
-    later = record(1.0 + PER_S, value=7)
+    later = record(1.0 + LINE_WINDOW_S, value=7)
     assert limit.filter(later)
     assert later.getMessage() == "refusing 7 (50 more of these lines were left out)"
-    unlimited = record(1.0 + PER_S)
+    unlimited = record(1.0 + LINE_WINDOW_S)
     unlimited.unlimited = True
     assert all(limit.filter(unlimited) for _ in range(2 * LINES))
 

@@ -13,7 +13,7 @@ from polarnode.gateway.live_sessions import LiveSession
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
-from polarnode.support.metrics import DURATIONS, LEFT_OUT, OTHER, Durations, NodeCounters
+from polarnode.support.metrics import DURATION_BOUNDS_S, LEFT_OUT, OTHER, DurationHistogram, NodeCounters
 
 
 def test_a_turn_is_counted_by_what_it_is() -> None:
@@ -63,11 +63,13 @@ def test_seconds_are_counted_in_the_bucket_that_holds_them() -> None:
     tally.turn(evolve(make_turn("s"), ended_s=1e6, first_token_s=None))
     timing = Timing(init_s=1.0, ready_s=5.0, run_s=30.0, post_s=2.0)
     tally.published(evolve(make_trajectory("s"), timing=timing))
-    places = {bound: place for place, bound in enumerate(DURATIONS)}
-    assert tally.turn_s == Durations(Counter({places[3.0]: 1, len(DURATIONS): 1}), 1_000_002.0)
-    assert tally.first_token_s == Durations(Counter({places[0.1]: 1}), 0.1)
-    assert tally.session_s == Durations(Counter({places[100.0]: 1}), 33.0)
-    assert tally.ready_s == Durations(Counter({places[10.0]: 1}), 5.0)
+    places = {bound: place for place, bound in enumerate(DURATION_BOUNDS_S)}
+    assert tally.turn_s == DurationHistogram(
+        Counter({places[3.0]: 1, len(DURATION_BOUNDS_S): 1}), 1_000_002.0
+    )
+    assert tally.first_token_s == DurationHistogram(Counter({places[0.1]: 1}), 0.1)
+    assert tally.session_s == DurationHistogram(Counter({places[100.0]: 1}), 33.0)
+    assert tally.ready_s == DurationHistogram(Counter({places[10.0]: 1}), 5.0)
     then = tally.copied()
     tally.turn_s.note(1.0)
     assert sum(then.turn_s.counts.values()) == 2, "a copy stays as it was"

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from polarnode.core.errors import Refused
-from polarnode.support.bounded import give_back_memory
+from polarnode.support.bounded import trim_memory
 from polarnode.support.concurrency import ThreadShare
 
 
@@ -62,4 +62,4 @@ async def test_a_refusal_does_not_hold_what_it_refused() -> None:
 
 
 async def test_free_memory_is_given_back() -> None:
-    await give_back_memory()
+    await trim_memory()

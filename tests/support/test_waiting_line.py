@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from polarnode.support.waiting_line import SPARE, Cohort, WaitingLine
+from polarnode.support.waiting_line import SPARE, EntryCohort, WaitingLine
 
 COHORTS = 5
 
@@ -18,11 +18,13 @@ COHORTS = 5
 class Naive:
     """The rule of the module's docstring, by sorting."""
 
-    waiting: list[tuple[int, int, Cohort]] = field(factory=list)  # number, priority, cohort: as they came
-    begun: set[Cohort] = field(factory=set)
+    waiting: list[tuple[int, int, EntryCohort]] = field(
+        factory=list
+    )  # number, priority, cohort: as they came
+    begun: set[EntryCohort] = field(factory=set)
 
     def pop(self) -> int:
-        def rank(each: tuple[int, int, Cohort]) -> tuple[int, bool, int, int]:
+        def rank(each: tuple[int, int, EntryCohort]) -> tuple[int, bool, int, int]:
             number, priority, cohort = each
             return -priority, cohort not in self.begun, cohort.age, number
 
@@ -37,7 +39,7 @@ class Line(RuleBasedStateMachine):
     def begin(self) -> None:
         self.line: WaitingLine[int] = WaitingLine()
         self.naive = Naive()
-        self.cohorts = [Cohort() for _ in range(COHORTS)]
+        self.cohorts = [EntryCohort() for _ in range(COHORTS)]
         self.came = 0
 
     @rule(cohort=st.integers(0, COHORTS - 1), priority=st.sampled_from([-1, 50, 90]))
@@ -69,7 +71,7 @@ class Line(RuleBasedStateMachine):
         """A cohort that is over, and another in its place."""
         gone = self.cohorts[0]
         if all(cohort is not gone for *_, cohort in self.naive.waiting):
-            self.cohorts[0] = Cohort()
+            self.cohorts[0] = EntryCohort()
 
     @invariant()
     def as_many_wait(self) -> None:
@@ -89,7 +91,7 @@ TestLine = Line.TestCase
 @given(st.lists(st.integers(0, COHORTS - 1), min_size=1, max_size=40), st.data())
 def test_the_members_of_a_group_enter_one_after_another(coming: list[int], data: st.DataObject) -> None:
     line: WaitingLine[int] = WaitingLine()
-    groups = [Cohort() for _ in range(COHORTS)]
+    groups = [EntryCohort() for _ in range(COHORTS)]
     for place in data.draw(st.permutations(range(len(coming)))):
         line.add(place, priority=50, cohort=groups[coming[place]])
     assert [coming[line.pop()] for _ in coming] == sorted(coming)
@@ -97,11 +99,11 @@ def test_the_members_of_a_group_enter_one_after_another(coming: list[int], data:
 
 def test_a_group_that_has_begun_goes_before_an_older_one_that_has_not() -> None:
     line: WaitingLine[str] = WaitingLine()
-    older, younger = Cohort(), Cohort()
+    older, younger = EntryCohort(), EntryCohort()
     line.begin(younger)
     for name in ("older", "younger"):
         line.add(name, priority=50, cohort=older if name == "older" else younger)
-    line.add("urgent", priority=51, cohort=Cohort())
+    line.add("urgent", priority=51, cohort=EntryCohort())
     assert [line.pop() for _ in range(3)] == ["urgent", "younger", "older"]
 
 
@@ -109,7 +111,7 @@ def test_nobody_waits() -> None:
     line: WaitingLine[int] = WaitingLine()
     with pytest.raises(IndexError):
         line.pop()
-    line.add(1, priority=0, cohort=Cohort())
+    line.add(1, priority=0, cohort=EntryCohort())
     assert line.discard(1)
     with pytest.raises(IndexError):
         line.pop()
@@ -117,7 +119,7 @@ def test_nobody_waits() -> None:
 
 def test_those_that_give_up_leave_nothing_behind() -> None:
     line: WaitingLine[int] = WaitingLine()
-    first, group = Cohort(), Cohort()
+    first, group = EntryCohort(), EntryCohort()
     line.add(-1, priority=90, cohort=first)
     for number in range(100 * SPARE):
         line.add(number, priority=50, cohort=group)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from attrs import define
-from syntax_kit import LOOK, TOYS, Toy
+from syntax_kit import LOOK, TOY_MODELS, ToyModel
 
 from polarnode.tokens import parser
-from polarnode.tokens.syntax.call_ends import READINGS, Strings
+from polarnode.tokens.syntax.call_ends import READINGS, StringTracker
 from polarnode.tokens.syntax.call_faults import fault_of
 from polarnode.tokens.tool_calls import CallBody
 
@@ -37,7 +37,7 @@ def invoke(value: str) -> str:
 
 def read(name: str, text: str, *, clean: bool = True, **asked: Any) -> tuple[list[Any], str, str, list[str]]:
     """Calls' paths, text, thinking and notes."""
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     reading = toy.parser(tools=(LOOK,), **asked)
     reading.feed(toy.spelled(text))
     answer = reading.finish("stop" if clean else "length").answer
@@ -128,7 +128,7 @@ def test_many_calls_of_one_answer() -> None:
 
 def test_call_is_counted_before_it_is_sent() -> None:
     """A request for a single call ends at its closing tag, although a later one may win."""
-    toy = TOYS["function_xml"]
+    toy = TOY_MODELS["function_xml"]
     reading = toy.parser(tools=(LOOK,))
     assert reading.feed(toy.spelled(xml("a"))) == []
     assert reading.calls == 1
@@ -157,7 +157,7 @@ def test_readings_of_a_call_are_bounded() -> None:
 @pytest.mark.parametrize("size", range(1, 9))
 def test_strings_in_pieces(size: int) -> None:
     text = '{"a": "x \\" \\\\", "b\\\\": "\\\\\\"", "c": "'
-    strings, found = Strings(), []
+    strings, found = StringTracker(), []
     for at in range(0, len(text), size):
         strings.read(text[at : at + size])
         found.append(strings.open)
@@ -170,7 +170,7 @@ def test_strings_in_pieces(size: int) -> None:
 class Counted:
     """A tokenizer that counts the ids whose bytes are asked for, which every reading of an id does."""
 
-    toy: Toy
+    toy: ToyModel
     read: int = 0
 
     @property
@@ -202,8 +202,8 @@ def test_reading_again_is_bounded(
     """Marks that fail over and over cost a few readings of an answer, streamed as at once. An id is read by
     the parser and by the trial of a draft; both read the whole answer again at most once above the bound.
     """
-    monkeypatch.setattr(parser, "READ_AGAIN", 1000)
-    toy = TOYS[name]
+    monkeypatch.setattr(parser, "MAX_REREAD_IDS", 1000)
+    toy = TOY_MODELS[name]
     sampled = toy.spelled(text)
     sampled *= 3000 // len(sampled)
     counted, answers = Counted(toy), []
@@ -225,11 +225,11 @@ def test_reading_again_is_bounded(
 @pytest.mark.parametrize("text", ["</tool_call>", "<tool_call></tool_call>", "<think></think>"])
 def test_marks_read_are_bounded(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows is text, streamed as at once, and the turn's end still ends it."""
-    monkeypatch.setattr(parser, "MARKS_READ", 50)
+    monkeypatch.setattr(parser, "MAX_READ_MARKS", 50)
     end = "<|user|>" if name == "arg_xml" else END
-    sampled, answers = TOYS[name].spelled(text * 500 + "hi" + end + "never"), []
+    sampled, answers = TOY_MODELS[name].spelled(text * 500 + "hi" + end + "never"), []
     for step in (len(sampled), 7):
-        reading = TOYS[name].parser(tools=(LOOK,))
+        reading = TOY_MODELS[name].parser(tools=(LOOK,))
         for at in range(0, len(sampled), step):
             reading.feed(sampled[at : at + step])
         answers.append(reading.finish("stop").answer)
@@ -239,7 +239,7 @@ def test_marks_read_are_bounded(name: str, text: str, monkeypatch: pytest.Monkey
 
 
 def test_thought_ends_after_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "MARKS_READ", 50)
+    monkeypatch.setattr(parser, "MAX_READ_MARKS", 50)
     found = read("json", "a <tool_call>" * 99 + "</think>Yes." + END, opens_thinking=True)
     assert (found[1], found[2].count("<tool_call>")) == ("Yes.", 99)
 
@@ -332,7 +332,7 @@ def test_thought_cut_in_a_draft() -> None:
 
 
 def test_drafts_are_not_thinking_tokens() -> None:
-    toy = TOYS["function_xml"]
+    toy = TOY_MODELS["function_xml"]
     reading = toy.parser(tools=(LOOK,), opens_thinking=True)
     reading.feed(toy.spelled(f"hm\n{xml('a')}"))
     reading.finish("stop")

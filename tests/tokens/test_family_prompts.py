@@ -1,7 +1,7 @@
 """Every family's prompts: transformers' own for harmless text, no control id from a client, and turn by turn
 what one render gives.
 
-What follows a turn is kept readable in `data/prompts/FAMILY.txt`; a file that is missing is written, and the
+What follows a turn is kept readable in `data/prompts/BYTE_FAMILY.txt`; a file that is missing is written, and the
 test fails once so that somebody looks at it.
 """
 
@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Json, Message, Role, Tool, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.tokens.rendering import AnsweredTurn, Renderer, messages_shape, tools_shape
-from polarnode.tokens.template import Suffix
+from polarnode.tokens.rendering import AnsweredTurn, TemplateRenderer, messages_shape, tools_shape
+from polarnode.tokens.template import PromptSuffix
 
 GOLDEN = Path(__file__).parents[1] / "data" / "prompts"
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
@@ -232,7 +232,7 @@ def sampled(model: kit.Model, whole: str, prompt: str) -> "tuple[array[int], str
     """What the model would have sampled of a render, and the render from there on: with the boundary, if that
     ends the turn.
     """
-    renderer = Renderer(model.tokenizer, model.family)
+    renderer = TemplateRenderer(model.tokenizer, model.family)
     ended, tail = renderer.after(SAID, whole)
     start = len(prompt) if whole.startswith(prompt) else whole.index(SAID)
     boundary = next(
@@ -293,7 +293,7 @@ def shown(
     )
     template = model.template
 
-    def after(stop: int) -> Suffix:
+    def after(stop: int) -> PromptSuffix:
         return template.suffix(new, conversation=conversation, sampled=model.spelled("a") + ids((stop,)))
 
     try:
@@ -470,7 +470,7 @@ def test_a_call_that_is_cut_stays_open_and_the_turn_is_closed() -> None:
 
 def test_what_follows_is_asked_for_by_the_renderer_too() -> None:
     model = kit.model(family_folder("glm4"))
-    rendered = Renderer(model.tokenizer, model.family).following(
+    rendered = TemplateRenderer(model.tokenizer, model.family).following(
         (ASK,), answered=AnsweredTurn(), thinking=False
     )
     assert (rendered.ended, rendered.guard.show(rendered.text)) == (

@@ -19,8 +19,8 @@ from echo_kit import drops_thinking
 from family_fixtures import family_folder
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_kit import examples, in_bytes
-from talk_kit import Ask, Asking, Desk
+from sample_kit import byte_by_byte, examples
+from talk_kit import Ask, CallInProgress, Desk
 from tokens_kit import Model
 from wire_kit import WIRES, Entry, Wire
 
@@ -210,7 +210,7 @@ def _letters(text: str, of: Model) -> "array[int]":
     return sum((_canonical(letter, of) for letter in text), ids())
 
 
-SPELLINGS = st.sampled_from((_canonical, _letters, in_bytes))
+SPELLINGS = st.sampled_from((_canonical, _letters, byte_by_byte))
 TEXTS = st.sampled_from(("It is done.", "\u00fc\U0001f642 1 < 2", "two\n\nparts", 'so: {"a": 1}'))
 THOUGHTS = st.sampled_from(("", "\nHm, well.\n", "\u65e5\u672c"))
 VALUES = st.fixed_dictionaries(
@@ -234,13 +234,13 @@ class Session:
     client: list[str] = field(factory=list)  # what it wrote, which must stay text
     asked: list[str] = field(factory=list)  # so much of it as stood in the last request
 
-    def asks(self, *, stream: bool) -> Asking:
+    def asks(self, *, stream: bool) -> CallInProgress:
         asked = self.wire.ask(self.history, tools=self.speaker.tools, stream=stream)
         body = drops_thinking(self.wire, json.loads(json.dumps(asked.body)))
         self.asked[:] = self.client
         return self.desk.begin(Ask(path=asked.path, body=body))
 
-    def hears(self, asking: Asking, said: Said, told: Sequence[str], *, stream: bool) -> None:
+    def hears(self, asking: CallInProgress, said: Said, told: Sequence[str], *, stream: bool) -> None:
         """What its harness keeps of an answer, and what it says to it."""
         entries = self.wire.answered(asking.sent, stream)
         calls = self.wire.calls(entries)

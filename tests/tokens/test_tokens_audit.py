@@ -7,7 +7,7 @@ import tokens_kit as kit
 
 from polarnode.core.errors import ModelError
 from polarnode.tokens.audit import Limits, audit
-from polarnode.tokens.rendering import Renderer
+from polarnode.tokens.rendering import TemplateRenderer
 from polarnode.tokens.template import Template
 from polarnode.tokens.tokenizer import load_tokenizer
 
@@ -17,7 +17,7 @@ USER = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|
 
 def audited(to: Path, before: str, after: str) -> tuple[str, ...]:
     tokenizer = load_tokenizer(kit.variant(to, template=lambda text: text.replace(before, after)))
-    renderer = Renderer(tokenizer, kit.model().family)
+    renderer = TemplateRenderer(tokenizer, kit.model().family)
     return audit(renderer, Limits.of(renderer))
 
 

@@ -6,7 +6,7 @@ import pytest
 import tokens_kit as kit
 
 from polarnode.core.errors import ModelError
-from polarnode.tokens.families import Family, Manner, Mode, family_of
+from polarnode.tokens.families import Family, Mode, TemplateManner, family_of
 from polarnode.tokens.tokenizer import load_tokenizer
 
 
@@ -25,7 +25,7 @@ def test_the_tiny_model_is_a_qwen3() -> None:
         call_close=number["</tool_call>"],
         call_syntax="json",
         call_in_thought="line",
-        manner=Manner(arguments="either"),
+        manner=TemplateManner(arguments="either"),
     )
 
 

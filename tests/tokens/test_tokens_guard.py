@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.tokens.rendering import Guard
+from polarnode.tokens.rendering import TextGuard
 
 TEXTS = st.text('ab<[\ue5e5\ue5e6\ue5e7\n"\\\U0001f642', max_size=12)
 VALUES = st.recursive(
@@ -20,7 +20,7 @@ VALUES = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(value=VALUES)
 def test_what_is_hidden_holds_no_first_letter_and_comes_back(value: Json) -> None:
-    guard = Guard.over("<[", [value])
+    guard = TextGuard.over("<[", [value])
     hidden = json.dumps(guard.hide(value), ensure_ascii=False)
     assert "<" not in hidden
     assert guard.show(hidden) == json.dumps(value, ensure_ascii=False)
@@ -28,20 +28,20 @@ def test_what_is_hidden_holds_no_first_letter_and_comes_back(value: Json) -> Non
 
 def test_every_string_is_hidden_keys_too() -> None:
     value: Json = {"<a": ["<b", {"<c": "<d", "n": 1, "t": True, "z": None, "f": 1.5}]}
-    assert Guard.over("<", [value]).hide(value) == {
+    assert TextGuard.over("<", [value]).hide(value) == {
         "\ue5e5a": ["\ue5e5b", {"\ue5e5c": "\ue5e5d", "n": 1, "t": True, "z": None, "f": 1.5}]
     }
 
 
 def test_a_stand_in_that_a_client_uses_is_not_taken() -> None:
     value = "<\ue5e5\ue5e6"
-    guard = Guard.over("<", [value])
+    guard = TextGuard.over("<", [value])
     assert guard.hide(value) == "\ue5e7\ue5e5\ue5e6"
     assert guard.show("\ue5e7\ue5e5\ue5e6") == value
 
 
 def test_lengths_stay() -> None:
-    guard = Guard.over("<", ["<|im_end|>"])
+    guard = TextGuard.over("<", ["<|im_end|>"])
     assert len(str(guard.hide("<|im_end|>"))) == len("<|im_end|>")
 
 
@@ -55,7 +55,7 @@ def test_lengths_stay() -> None:
 )
 def test_text_that_can_not_be_guarded_is_refused(value: Json, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
-        Guard.over("<", [value])
+        TextGuard.over("<", [value])
 
 
 def test_json_nested_beyond_reason_is_refused() -> None:
@@ -63,8 +63,8 @@ def test_json_nested_beyond_reason_is_refused() -> None:
     for _ in range(5000):
         value = [value]
     with pytest.raises(Refused, match="deeper than 100 levels"):
-        Guard.over("<", [value])
+        TextGuard.over("<", [value])
     value = "x"
     for _ in range(95):
         value = {"a": value}
-    assert Guard.over("<", [value]).hide(value) == value
+    assert TextGuard.over("<", [value]).hide(value) == value

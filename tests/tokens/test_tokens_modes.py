@@ -1,12 +1,12 @@
 """Which ids are marks in which mode."""
 
-from exchange_kit import CALL, CALLED, END, FAMILY, THINK, THOUGHT
+from exchange_kit import BYTE_FAMILY, CALL, CALLED, END, THINK, THOUGHT
 
 from polarnode.tokens.parser import watched
 
 
 def test_a_mark_is_watched_where_it_means_something() -> None:
-    found = watched(FAMILY, (260, 261))
+    found = watched(BYTE_FAMILY, (260, 261))
     # a closing mark without a call is counted
     assert found["text"] == {END, CALL, CALLED, THINK}
     assert found["thinking"] == {END, THOUGHT}

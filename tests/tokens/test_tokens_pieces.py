@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message
 from polarnode.tokens.template import Template
-from polarnode.tokens.tokenizer import SHORTEST, TokenizationCache
+from polarnode.tokens.tokenizer import MIN_CACHED_CHARS, TokenizationCache
 
 
 @define
@@ -67,7 +67,9 @@ def test_threads_that_meet_get_the_same() -> None:
 
 # ── in a template ─────────────────────────────────────────────────────────────
 
-_LONG = st.builds(lambda text, size: (text * size)[:5000], kit.hostile, st.sampled_from([1, 300, SHORTEST]))
+_LONG = st.builds(
+    lambda text, size: (text * size)[:5000], kit.hostile, st.sampled_from([1, 300, MIN_CACHED_CHARS])
+)
 
 
 @settings(max_examples=40, deadline=None)

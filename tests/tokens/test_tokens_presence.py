@@ -6,11 +6,11 @@ import pytest
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.tokens.rendering import Guard, check_present
+from polarnode.tokens.rendering import TextGuard, check_present
 
 
 def check(text: str, *messages: dict[str, Json], tools: tuple[dict[str, Json], ...] = ()) -> None:
-    guard = Guard.over("<", [*messages, *tools])
+    guard = TextGuard.over("<", [*messages, *tools])
     inert, inert_tools = (
         [{name: guard.hide(value) for name, value in shape.items()} for shape in shapes]
         for shapes in (messages, tools)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from polarnode.core.errors import ModelError
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
-from polarnode.tokens.vocabulary import RANKS, read_ranks
+from polarnode.tokens.vocabulary import RANKS_FILE, read_ranks
 
 PATTERN = (
     r"""[\p{Han}]+""",
@@ -65,7 +65,7 @@ def folder(
     template: str | None = TEMPLATE,
     **config: object,
 ) -> Path:
-    (to / RANKS).write_bytes(
+    (to / RANKS_FILE).write_bytes(
         b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(RANKED))
     )
     (to / "tokenization_kimi.py").write_text(code)

@@ -9,7 +9,7 @@ import tokens_kit as kit
 from polarnode.core.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ModelError, Refused
 from polarnode.tokens.families import Family
-from polarnode.tokens.rendering import AnsweredTurn, Renderer
+from polarnode.tokens.rendering import AnsweredTurn, TemplateRenderer
 from polarnode.tokens.tokenizer import load_tokenizer
 
 FIRST = ToolCall(id="c1", name="first<x>", arguments='{"a": 1}')
@@ -22,18 +22,21 @@ def watched() -> kit.Watched:
 
 
 @pytest.fixture
-def renderer(watched: kit.Watched) -> Renderer:
-    return Renderer(watched, kit.model().family)
+def renderer(watched: kit.Watched) -> TemplateRenderer:
+    return TemplateRenderer(watched, kit.model().family)
 
 
 def shown(
-    renderer: Renderer, new: Sequence[Message], calls: Sequence[ToolCall] = (), thinking: bool | None = None
+    renderer: TemplateRenderer,
+    new: Sequence[Message],
+    calls: Sequence[ToolCall] = (),
+    thinking: bool | None = None,
 ) -> str:
     rendered = renderer.following(new, answered=AnsweredTurn(calls=calls), thinking=thinking)
     return rendered.guard.show(rendered.text)
 
 
-def test_what_follows_is_from_the_turn_end_to_the_next_turn(renderer: Renderer) -> None:
+def test_what_follows_is_from_the_turn_end_to_the_next_turn(renderer: TemplateRenderer) -> None:
     asked = "<|im_start|>assistant\n"
     assert shown(renderer, ()) == "\n" + asked
     assert shown(renderer, (), thinking=False) == "\n" + asked + "<think>\n\n</think>\n\n"
@@ -47,7 +50,7 @@ def test_what_follows_is_from_the_turn_end_to_the_next_turn(renderer: Renderer) 
 
 
 def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_their_arguments(
-    renderer: Renderer, watched: kit.Watched
+    renderer: TemplateRenderer, watched: kit.Watched
 ) -> None:
     renderer.following(
         [Message(role="tool", text="r", call_id="c1")],
@@ -66,7 +69,7 @@ def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_
     assert "tool_calls" not in watched.rendered[-1][0][1]
 
 
-def test_the_template_never_sees_a_clients_bracket(renderer: Renderer, watched: kit.Watched) -> None:
+def test_the_template_never_sees_a_clients_bracket(renderer: TemplateRenderer, watched: kit.Watched) -> None:
     tricky = "</think><tool_response>"
     call = ToolCall(id=tricky, name=tricky, arguments='{"<a>": ["<b>", {"<c>": "<d>"}]}')
     said = (
@@ -89,7 +92,7 @@ def test_the_template_never_sees_a_clients_bracket(renderer: Renderer, watched: 
     assert "<" not in str(watched.rendered)
 
 
-def test_an_empty_conversation_is_refused(renderer: Renderer) -> None:
+def test_an_empty_conversation_is_refused(renderer: TemplateRenderer) -> None:
     with pytest.raises(Refused, match="at least one message") as caught:
         renderer.whole(Conversation(messages=()))
     assert caught.value.path == "$.messages"
@@ -99,7 +102,7 @@ def test_a_template_that_drops_an_answer_can_not_be_extended(tmp_path: Path) -> 
     folder = kit.variant(tmp_path, template=lambda text: text.replace("{{- content }}", ""))
     tokenizer = load_tokenizer(folder)
     with pytest.raises(ModelError, match="does not write an assistant's text"):
-        Renderer(tokenizer, kit.model().family).following((), answered=AnsweredTurn(), thinking=None)
+        TemplateRenderer(tokenizer, kit.model().family).following((), answered=AnsweredTurn(), thinking=None)
 
 
 @pytest.mark.parametrize("text", ["a>", '"x', "\\x", " <x>", "\n", ""])
@@ -113,4 +116,4 @@ def test_control_strings_that_could_not_be_kept_apart_are_refused(text: str) -> 
         name="odd", turn_end=2297, turn_ends=frozenset([2297]), turn_starts=frozenset([0]), stop_ids=(2297,)
     )
     with pytest.raises(ModelError, match="could not be kept apart"):
-        Renderer(Odd(kit.model().tokenizer), family)
+        TemplateRenderer(Odd(kit.model().tokenizer), family)

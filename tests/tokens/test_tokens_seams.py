@@ -7,7 +7,7 @@ import tokens_kit as kit
 from family_fixtures import family_folder
 
 from polarnode.tokens.families import Mode
-from polarnode.tokens.template import Closing, differences, joined
+from polarnode.tokens.template import TurnClosing, differences, joined
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from polarnode.tokens.template import Closing, differences, joined
 )
 def test_a_close_is_the_least_that_ends_a_turn(name: str, mode: Mode, opening: str, close: list[str]) -> None:
     model = kit.model(family_folder(name))
-    assert Closing(model.family).of(mode, model.spelled(opening)) == model.spelled(*close)
+    assert TurnClosing(model.family).of(mode, model.spelled(opening)) == model.spelled(*close)
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from polarnode.core.conversation import Json, Message, Tool, ToolCall
-from polarnode.tokens.families import Manner
+from polarnode.tokens.families import TemplateManner
 from polarnode.tokens.rendering import (
-    Earlier,
+    EarlierCalls,
     Shown,
     argument_notes,
     call_shape,
@@ -73,9 +73,9 @@ def test_a_result_has_the_name_of_the_call_it_answers() -> None:
         {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"},
         {"role": "tool", "content": "q", "tool_call_id": "other"},
     ]
-    assert messages_shape(said[1:2], earlier=Earlier(calls={"c1": Shown(name="f", id="c1")}, count=1)) == [
-        {"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}
-    ]
+    assert messages_shape(
+        said[1:2], earlier=EarlierCalls(calls={"c1": Shown(name="f", id="c1")}, count=1)
+    ) == [{"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}]
 
 
 def test_tools_have_every_key_in_one_order() -> None:
@@ -103,7 +103,7 @@ ONE, TWO = (ToolCall(id=f"c{number}", name=f"f{number}", arguments='{"a": 1}') f
 
 
 def test_arguments_as_text_are_the_very_text() -> None:
-    manner = Manner(arguments="text")
+    manner = TemplateManner(arguments="text")
     for text, shown in (('{ "a":1.0}', '{ "a":1.0}'), ("", "{}"), ("nonsense", "nonsense")):
         (shape,) = messages_shape(
             [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))], manner=manner
@@ -114,16 +114,16 @@ def test_arguments_as_text_are_the_very_text() -> None:
 def test_shortened_arguments_are_shown() -> None:
     """A harness sends what it shortened with every later request: refused once, it is refused for ever."""
     said = [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments='{"a": "aaa...[cut]'),))]
-    (shape,) = messages_shape(said, manner=Manner())
+    (shape,) = messages_shape(said, manner=TemplateManner())
     assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), {"arguments": '{"a": "aaa...[cut]'})]
-    (note,) = argument_notes(said, Manner())
+    (note,) = argument_notes(said, TemplateManner())
     assert "'f' are no JSON object" in note
-    assert argument_notes(said, Manner(arguments="either")) == ()
+    assert argument_notes(said, TemplateManner(arguments="either")) == ()
 
 
 def test_a_text_beside_a_call_is_a_message_of_its_own_where_a_template_drops_it() -> None:
     said = [Message(role="assistant", text="I look.", thinking="hm", calls=(ONE,))]
-    text, call = messages_shape(said, manner=Manner(text_apart=True, thinking="thinking"))
+    text, call = messages_shape(said, manner=TemplateManner(text_apart=True, thinking="thinking"))
     assert text == {"role": "assistant", "content": "I look."}
     assert (call["content"], call["thinking"], len(call["tool_calls"])) == ("", "hm", 1)  # type: ignore[arg-type]
 
@@ -135,7 +135,7 @@ def test_several_calls_are_shown_one_after_another_each_with_its_result() -> Non
         *results,
         Message(role="user", text="q"),
     ]
-    shapes = messages_shape(said, manner=Manner(one_call=True))
+    shapes = messages_shape(said, manner=TemplateManner(one_call=True))
     assert [shape.get("tool_call_id") or shape["role"] for shape in shapes] == [
         "assistant",
         "c1",
@@ -155,7 +155,7 @@ def test_calls_are_counted_through_a_conversation_where_their_ids_are_shown() ->
         Message(role="assistant", calls=(ONE,)),
         Message(role="tool", text="r", call_id="c1"),
     ]
-    shapes = messages_shape(said, manner=Manner(model_call_ids=True), earlier=Earlier(count=3))
+    shapes = messages_shape(said, manner=TemplateManner(model_call_ids=True), earlier=EarlierCalls(count=3))
     assert [shape["tool_call_id"] for shape in shapes if shape["role"] == "tool"] == [
         "functions.f2:4",
         "functions.f1:5",

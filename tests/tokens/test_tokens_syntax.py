@@ -422,10 +422,10 @@ def test_a_name_has_no_tag_and_no_blank_edge_in_it() -> None:
 def test_an_answer_is_given_up_as_a_call_at_the_first_letter_no_call_has(
     text: str, given_up: int | None
 ) -> None:
-    begun = json_calls.Begun()
+    begun = json_calls.BareCallScanner()
     found = next((place for place, letter in enumerate(text) if not begun.goes_on(letter)), None)
     assert found == given_up
-    assert json_calls.Begun().goes_on(text) == (given_up is None)
+    assert json_calls.BareCallScanner().goes_on(text) == (given_up is None)
 
 
 @settings(max_examples=200, deadline=None)
@@ -434,6 +434,6 @@ def test_no_call_is_given_up(arguments: dict[str, object], indent: int | None, s
     text = json.dumps({"name": "f", "parameters": arguments}, indent=indent)
     text = f"{text}; {text}" if several else text
     assert json_calls.read_bare_json(CallBody(text), ()) is not None
-    begun = json_calls.Begun()
+    begun = json_calls.BareCallScanner()
     assert begun.goes_on(text)
     assert begun.called

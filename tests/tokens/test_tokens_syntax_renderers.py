@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from call_writers import TOOLS, WRITERS, cases
+from call_writers import CALL_WRITERS, TOOLS, cases
 from renderers import parsing
-from syntax_kit import THOUGHTS, TOYS, Toy
+from syntax_kit import THOUGHTS, TOY_MODELS, ToyModel
 
 _SECTION = {"tool_call_begin_id": 260, "tool_call_end_id": 261}
 _TAGGED = {"think_id": 258, "think_end_id": 259, "tool_call_id": 260, "tool_call_end_id": 261}
@@ -55,7 +55,7 @@ TYPED = ("function_xml", "invoke_xml", "arg_xml")
 class Decoder:
     """A toy as `renderers` wants a tokenizer."""
 
-    toy: Toy
+    toy: ToyModel
 
     def decode(self, ids: Sequence[int], **options: object) -> str:
         return b"".join(map(self.toy.token_bytes, ids)).decode(errors="replace")
@@ -68,7 +68,7 @@ class Decoder:
 
 
 def theirs(name: str, text: str) -> Any:
-    toy, (parse, marks) = TOYS[name], PARSERS[name]
+    toy, (parse, marks) = TOY_MODELS[name], PARSERS[name]
     more: dict[str, Any] = {} if name == "harmony" else {"stop_ids": {256}}
     if name in TYPED:
         more["tools"] = [
@@ -78,14 +78,14 @@ def theirs(name: str, text: str) -> Any:
 
 
 def ended(name: str, text: str) -> str:
-    return text if name == "harmony" else text + next(iter(TOYS[name].control))
+    return text if name == "harmony" else text + next(iter(TOY_MODELS[name].control))
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_both_read_the_same_calls(name: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     for calls in cases():
-        text = ended(name, WRITERS[name](calls))
+        text = ended(name, CALL_WRITERS[name](calls))
         found = [(call.name, call.arguments) for call in theirs(name, text).tool_calls]
         assert found == calls, text
         assert [
@@ -94,7 +94,7 @@ def test_both_read_the_same_calls(name: str) -> None:
 
 
 def test_both_know_what_kimi_called_its_calls() -> None:
-    toy, text = TOYS["numbered"], WRITERS["numbered"](cases()[-1])
+    toy, text = TOY_MODELS["numbered"], CALL_WRITERS["numbered"](cases()[-1])
     parser = toy.parser()
     parser.feed(toy.spelled(text))
     assert parser.model_call_ids == tuple(call.id for call in theirs("numbered", text).tool_calls)
@@ -102,7 +102,7 @@ def test_both_know_what_kimi_called_its_calls() -> None:
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
 def test_both_find_the_same_thought(name: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     text = (
         f"<|start|>assistant{THOUGHTS[name]}<|channel|>final<|message|>so<|return|>"
         if name == "harmony"

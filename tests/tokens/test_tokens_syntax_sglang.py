@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from call_writers import TOOLS, WRITERS, cases
-from syntax_kit import DEEPSEEK, KIMI, THOUGHTS, TOYS
+from call_writers import CALL_WRITERS, TOOLS, cases
+from syntax_kit import DEEPSEEK, KIMI, THOUGHTS, TOY_MODELS
 
 pytestmark = [
     pytest.mark.engine,  # its import alone takes as long as an engine's start
@@ -49,9 +49,10 @@ REASONERS = {
 }
 # GLM 4.7 and 5 write a call in one line; Nemotron 3 a newline after each
 ONE_LINE = [
-    re.sub(r"\n(?=</?(?:arg_key|arg_value|tool_call)>)", "", WRITERS["arg_xml"](calls)) for calls in cases()
+    re.sub(r"\n(?=</?(?:arg_key|arg_value|tool_call)>)", "", CALL_WRITERS["arg_xml"](calls))
+    for calls in cases()
 ]
-LAST_NEWLINE = [WRITERS["function_xml"](calls) + "\n" for calls in cases()]
+LAST_NEWLINE = [CALL_WRITERS["function_xml"](calls) + "\n" for calls in cases()]
 
 
 # ── where SGLang is wrong ─────────────────────────────────────────────────────
@@ -209,7 +210,7 @@ OPEN_THOUGHTS = ("json", "function_xml", "arg_xml", "numbered")
 
 
 def open_thought(name: str) -> str:
-    return "<think>I look.\n" + WRITERS[name]([("look", {"count": 3})])
+    return "<think>I look.\n" + CALL_WRITERS[name]([("look", {"count": 3})])
 
 
 # ── both sides ────────────────────────────────────────────────────────────────
@@ -220,8 +221,8 @@ def sglang() -> dict[tuple[str | None, str | None, str], dict[str, Any]]:
     """What SGLang makes of every text of this module, by call detector, reasoning detector and text."""
     texts = [
         (DETECTORS[name], None, text)
-        for name in WRITERS
-        for text in (*(WRITERS[name](case) for case in cases()),)
+        for name in CALL_WRITERS
+        for text in (*(CALL_WRITERS[name](case) for case in cases()),)
     ]
     texts += [(DETECTORS[each.syntax], None, each.text) for each in DIFFERENCES] + [
         (DETECTORS[name], None, text) for name, text in LENIENT
@@ -256,17 +257,17 @@ def theirs(name: str, text: str) -> list[list[Any]]:
 
 
 def ours(name: str, text: str) -> list[list[Any]]:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     stop = "" if name == "harmony" else next(iter(toy.control))
     answer = toy.read(toy.spelled(text + stop), tools=TOOLS)
     return [[call.name, json.loads(call.arguments)] for call in answer.calls]
 
 
-@pytest.mark.parametrize("name", sorted(WRITERS))
+@pytest.mark.parametrize("name", sorted(CALL_WRITERS))
 def test_what_a_template_writes_both_read_the_same(name: str) -> None:
     # gpt-oss makes one call a turn; what SGLang makes of more is below
     for calls in cases()[: -1 if name == "harmony" else None]:
-        text = WRITERS[name](calls)
+        text = CALL_WRITERS[name](calls)
         expected = [[name, arguments] for name, arguments in calls]
         assert ours(name, text) == expected
         assert theirs(name, text) == expected, text
@@ -293,7 +294,7 @@ def test_where_sglang_reads_another_call(difference: Difference) -> None:
 
 @pytest.mark.parametrize(("name", "text"), LENIENT, ids=lambda text: text[:40])
 def test_where_sglang_repairs_a_call(name: str, text: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     answer = toy.read(toy.spelled(text + next(iter(toy.control))), tools=TOOLS)
     section_mark = {"separated": DEEPSEEK, "numbered": KIMI}.get(name, ("",) * 8)
     assert (answer.calls, answer.text) == (
@@ -305,7 +306,7 @@ def test_where_sglang_repairs_a_call(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(REASONERS))
 def test_thoughts_are_the_same(name: str) -> None:
-    toy, text = TOYS[name], thought(name)
+    toy, text = TOY_MODELS[name], thought(name)
     answer = toy.read(toy.spelled(text))
     found = sglang()[None, REASONERS[name], text]
     assert (answer.thinking, answer.text) == (found["thinking"].strip("\n"), found["text"].strip("\n"))
@@ -318,7 +319,7 @@ def test_closing_tags_in_strings(name: str, text: str, value: str) -> None:
 
 @pytest.mark.parametrize("name", OPEN_THOUGHTS)
 def test_calls_in_open_thoughts(name: str) -> None:
-    toy, text = TOYS[name], open_thought(name)
+    toy, text = TOY_MODELS[name], open_thought(name)
     answer = toy.read(toy.spelled(text), tools=TOOLS)
     found = sglang()[None, REASONERS[name], text]
     assert answer.thinking == found["thinking"].strip("\n") == "I look."

@@ -18,7 +18,7 @@ from polarnode.core.arrays import ids
 from polarnode.core.conversation import Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ContextTooLong, Refused
 from polarnode.node.config import TINY_MODEL
-from polarnode.tokens.template import MARK_CHARS, WHOLE_CHARS, Suffix, Template, load_model
+from polarnode.tokens.template import MAX_MARK_CHARS, MAX_WHOLE_CHARS, PromptSuffix, Template, load_model
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
 MODERATE = settings(
@@ -109,7 +109,7 @@ def test_a_suffix_has_the_templates_control_ids_and_the_clients_text(
     model: kit.Model, new: tuple[Message, ...], before: tuple[Message, ...], thinking: bool | None
 ) -> None:
     def suffix(*, change: bool) -> "array[int]":
-        said = kit.mapped_messages((*before, *new), disarmed) if change else (*before, *new)
+        said = kit.map_messages((*before, *new), disarmed) if change else (*before, *new)
         conversation = Conversation(messages=said, thinking=thinking)
         return model.template.suffix(
             said[len(before) :], conversation=conversation, sampled=model.spelled("x", kit.END)
@@ -293,7 +293,7 @@ def test_a_sample_without_turn_end_is_closed_first(
 ) -> None:
     said = extend(HI, Message(role="assistant", text="cut"), *USER)
     suffix = model.template.suffix(USER, conversation=said, sampled=model.spelled(*pieces))
-    assert evolve(suffix, notes=()) == Suffix(
+    assert evolve(suffix, notes=()) == PromptSuffix(
         ids=model.spelled(
             *close, "\n", "<|im_start|>", "user\ngo on", kit.END, "\n", "<|im_start|>", "assistant\n"
         ),
@@ -305,7 +305,7 @@ def test_a_sample_without_turn_end_is_closed_first(
 def test_with_nothing_new_a_cut_sample_goes_on_and_an_ended_one_is_followed(model: kit.Model) -> None:
     said = extend(HI, Message(role="assistant", text="cut"))
     for pieces in (("half",), (kit.OPEN, "half"), ()):
-        assert model.template.suffix((), conversation=said, sampled=model.spelled(*pieces)) == Suffix(
+        assert model.template.suffix((), conversation=said, sampled=model.spelled(*pieces)) == PromptSuffix(
             ids=ids(), close_length=0
         )
     ended = model.template.suffix((), conversation=said, sampled=model.spelled("whole", kit.END))
@@ -411,7 +411,7 @@ def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(texts: list[str
     said = tuple(Message(role="user", text=text) for text in texts)
     with pytest.raises(ContextTooLong) as refused:
         template.root(Conversation(messages=said), context_length=10_000)
-    assert max(map(len, watched.encoded)) <= WHOLE_CHARS
+    assert max(map(len, watched.encoded)) <= MAX_WHOLE_CHARS
     assert sum(map(len, watched.encoded)) < sum(map(len, texts)) / 3
     whole = len(template.root(Conversation(messages=said)))
     assert refused.value.limit == 10_000
@@ -471,7 +471,7 @@ def test_what_a_template_writes_between_control_tokens_is_encoded_once(
     long = "a text that is longer than a mark"
     asked = Conversation(messages=(Message(role="user", text=long),))
     first = template.root(asked)
-    assert any(len(text) <= MARK_CHARS for text in encoded)
+    assert any(len(text) <= MAX_MARK_CHARS for text in encoded)
     encoded.clear()
     again = template.root(asked)
     assert encoded

@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from syntax_kit import ARGUMENTS, CALLS, DEEPSEEK, HARMONY, KIMI, LOOK, THOUGHTS, TOYS, Toy
+from syntax_kit import ARGUMENTS, CALLS, DEEPSEEK, HARMONY, KIMI, LOOK, THOUGHTS, TOY_MODELS, ToyModel
 
 from polarnode.core.arrays import ids
 from polarnode.core.conversation import (
@@ -24,11 +24,11 @@ from polarnode.core.conversation import (
     ToolCall,
 )
 from polarnode.tokens.families import Mode
-from polarnode.tokens.output_parser import Writing, fold
+from polarnode.tokens.output_parser import OutputWriter, fold
 from polarnode.tokens.parser import mode_at_end, model_call_ids
 
 TEXT, THINK = TextPart, ThinkingPart
-END = {name: next(iter(toy.control)) for name, toy in TOYS.items()}
+END = {name: next(iter(toy.control)) for name, toy in TOY_MODELS.items()}
 CALLERS = sorted(CALLS)
 THINKERS = sorted(THOUGHTS)
 
@@ -37,7 +37,9 @@ def call(place: int = 0, arguments: str = ARGUMENTS) -> ToolCall:
     return ToolCall(id=f"call_{place}", name="look", arguments=arguments)
 
 
-def outcome(toy: Toy, chunks: Sequence["array[int]"], *, ended: bool, **asked: object) -> tuple[object, ...]:
+def outcome(
+    toy: ToyModel, chunks: Sequence["array[int]"], *, ended: bool, **asked: object
+) -> tuple[object, ...]:
     """Everything an answer is, read in these pieces."""
     parser = toy.parser(**asked)  # type: ignore[arg-type]
     deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
@@ -55,7 +57,7 @@ def outcome(toy: Toy, chunks: Sequence["array[int]"], *, ended: bool, **asked: o
 
 def read(name: str, text: str, *, ended: bool = True, **asked: object) -> Answer:
     """The answer of a sample, its control strings sampled as tokens; fed id by id it must be the same."""
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     sampled = toy.spelled(text)
     asked = {"tools": (LOOK,)} | asked
     whole = outcome(toy, [sampled], ended=ended, **asked)
@@ -84,7 +86,7 @@ def test_a_thought_a_word_and_a_call(name: str) -> None:
     assert answer == Answer(parts=(THINK("hm"), TEXT("I look."), call()), finish_reason="tool_calls")
 
 
-@pytest.mark.parametrize("name", sorted(TOYS))
+@pytest.mark.parametrize("name", sorted(TOY_MODELS))
 def test_text_alone(name: str) -> None:
     text = "<|channel|>final<|message|>\nhello\n" if name == "harmony" else "\nhello\n"
     assert read(name, text + END[name]) == Answer(parts=(TEXT("hello"),), finish_reason="stop")
@@ -102,7 +104,7 @@ def test_half_a_call_is_not_shown(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(CALLERS) - {"bare_json"}))
 def test_a_call_spelled_in_ordinary_tokens_is_text(name: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     sampled = toy.spelled("<|channel|>final<|message|>") if name == "harmony" else ids()
     answer = toy.read(sampled + toy.plain(CALLS[name]), tools=(LOOK,))
     assert answer == Answer(parts=(TEXT(CALLS[name]),), finish_reason="stop")
@@ -110,7 +112,7 @@ def test_a_call_spelled_in_ordinary_tokens_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", THINKERS)
 def test_what_is_in_a_thought_is_thinking(name: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     open_, close = (
         (HARMONY[3] + "analysis" + HARMONY[4], HARMONY[6])
         if name == "harmony"
@@ -122,7 +124,7 @@ def test_what_is_in_a_thought_is_thinking(name: str) -> None:
 
 @pytest.mark.parametrize("name", THINKERS)
 def test_thinking_tokens_and_the_thoughts_end(name: str) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     parser = toy.parser()
     thought = THOUGHTS[name].removesuffix("<|start|>assistant").rstrip("\n")
     sampled = toy.spelled(thought)
@@ -182,7 +184,7 @@ def test_calls_one_after_the_other(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["fenced", "separated", "numbered"])
 def test_what_stands_between_calls_is_shown_if_it_is_text(name: str) -> None:
-    marks = list(TOYS[name].control)
+    marks = list(TOY_MODELS[name].control)
     one = CALLS[name].removeprefix(marks[6]).removesuffix(marks[7])
     text = f"so\n{marks[6]} \n{one} and\n {marks[2]} too \n{one}\n{marks[7]}done{marks[0]}"
     parts = (TEXT("so"), call(), TEXT(f" and\n {marks[2]} too"), call(1), TEXT("done"))
@@ -192,7 +194,7 @@ def test_what_stands_between_calls_is_shown_if_it_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fenced", "separated", "numbered"])
 def test_good_and_bad_calls_side_by_side(name: str) -> None:
-    marks = list(TOYS[name].control)
+    marks = list(TOY_MODELS[name].control)
     one = CALLS[name].removeprefix(marks[6]).removesuffix(marks[7])
     bad = one.replace("}", "")
     answer = read(name, f"{marks[6]}{one}\n{bad}\n{one}{marks[7]}{marks[0]}")
@@ -242,14 +244,14 @@ def test_a_region_with_one_bad_call_is_text_as_a_whole() -> None:
 def test_a_tag_in_a_value_that_was_not_sampled_as_one_is_text(
     name: str, head: str, inner: str, tail: str, value: str
 ) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     answer = toy.read(toy.spelled(head) + toy.plain(inner) + toy.spelled(tail), tools=(LOOK,))
     (only,) = answer.calls
     assert json.loads(only.arguments) == {"path": value}
 
 
 def test_a_separator_that_was_not_sampled_as_one_separates_nothing() -> None:
-    toy = TOYS["separated"]
+    toy = TOY_MODELS["separated"]
     sampled = (
         toy.spelled(DEEPSEEK[6] + DEEPSEEK[4] + "look")
         + toy.plain(DEEPSEEK[8])
@@ -287,7 +289,7 @@ def test_an_answer_that_is_no_call_is_text(text: str, malformed: int) -> None:
 
 
 def test_an_answer_is_held_back_while_it_may_be_a_call_and_not_longer() -> None:
-    toy = TOYS["bare_json"]
+    toy = TOY_MODELS["bare_json"]
     parser = toy.parser()
     shown = [parser.feed(toy.plain(text)) for text in (' {"name', '": "Bob", ', '"age', '"', ": 3", "}")]
     assert shown == [[], [], [], [TextDelta(' {"name": "Bob", "age"')], [TextDelta(": 3")], [TextDelta("}")]]
@@ -405,7 +407,7 @@ def test_calls_of_harmony_that_can_not_be_read(text: str, half: bool) -> None:
 def test_a_sample_of_harmony_begins_where_its_prompt_ends(
     prompt: str, text: str, parts: tuple[Part, ...]
 ) -> None:
-    assert read("harmony", text, prompt=TOYS["harmony"].spelled(prompt)).parts == parts
+    assert read("harmony", text, prompt=TOY_MODELS["harmony"].spelled(prompt)).parts == parts
 
 
 # ── what else is asked of samples ─────────────────────────────────────────────
@@ -426,18 +428,18 @@ def test_a_sample_of_harmony_begins_where_its_prompt_ends(
     ],
 )
 def test_what_is_being_written_at_the_end_of_ids(name: str, text: str, mode: Mode) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     assert mode_at_end(toy.spelled(text), toy, toy.family) == mode
 
 
 def test_a_thought_goes_on_where_it_started() -> None:
     for name in ("json", "harmony"):
-        toy = TOYS[name]
+        toy = TOY_MODELS[name]
         assert mode_at_end(toy.spelled("a"), toy, toy.family, "thinking") == "thinking"
 
 
 def test_what_the_model_called_its_calls() -> None:
-    toy = TOYS["numbered"]
+    toy = TOY_MODELS["numbered"]
     calls = (
         CALLS["numbered"].replace("look:0", "look:7")
         + CALLS["numbered"].replace("}", "")
@@ -454,7 +456,12 @@ def test_what_the_model_called_its_calls() -> None:
         "functions.look:7",
         "functions.see:8",
     )
-    assert model_call_ids(TOYS["json"].spelled(CALLS["json"]), TOYS["json"], TOYS["json"].family) == ()
+    assert (
+        model_call_ids(
+            TOY_MODELS["json"].spelled(CALLS["json"]), TOY_MODELS["json"], TOY_MODELS["json"].family
+        )
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
@@ -476,9 +483,9 @@ def test_a_thoughts_label_is_none_of_it(thought: str, parts: tuple[Part, ...]) -
 
 def test_a_writing_begins_as_its_mode_says() -> None:
     """Only an answer that begins with text may be a call without marks."""
-    toy = TOYS["bare_json"]
+    toy = TOY_MODELS["bare_json"]
     assert toy.read(toy.plain(CALLS["bare_json"]), opens_thinking=True).parts == (THINK(CALLS["bare_json"]),)
-    assert Writing.__name__ == "Writing"
+    assert OutputWriter.__name__ == "OutputWriter"
 
 
 # ── any pieces, any cuts ──────────────────────────────────────────────────────
@@ -506,14 +513,15 @@ def pieces(name: str) -> st.SearchStrategy[list[str]]:
         "final",
     )
     return st.lists(
-        st.sampled_from((*TOYS[name].control, body, *halves, THOUGHTS.get(name, ""), *words)), max_size=9
+        st.sampled_from((*TOY_MODELS[name].control, body, *halves, THOUGHTS.get(name, ""), *words)),
+        max_size=9,
     )
 
 
 @settings(max_examples=400, deadline=None)
 @given(
     data=st.data(),
-    name=st.sampled_from(sorted(TOYS)),
+    name=st.sampled_from(sorted(TOY_MODELS)),
     stop=STOPS,
     opens=st.booleans(),
     ended=st.booleans(),
@@ -522,7 +530,7 @@ def pieces(name: str) -> st.SearchStrategy[list[str]]:
 def test_chunks_do_not_matter(
     data: st.DataObject, name: str, stop: tuple[str, ...], opens: bool, ended: bool, odd: bytes
 ) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     found = data.draw(pieces(name))
     at = data.draw(st.integers(0, len(found)))
     sampled = (
@@ -544,11 +552,11 @@ def test_chunks_do_not_matter(
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), name=st.sampled_from(sorted(TOYS)), size=st.integers(1, 7), stop=STOPS)
+@given(data=st.data(), name=st.sampled_from(sorted(TOY_MODELS)), size=st.integers(1, 7), stop=STOPS)
 def test_telling_changes_nothing_else(
     data: st.DataObject, name: str, size: int, stop: tuple[str, ...]
 ) -> None:
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     sampled = toy.spelled("".join(data.draw(pieces(name))))
     plain, _, *counts = outcome(toy, [sampled], ended=False, stop=stop)
     parser, told = toy.parser(stop=stop), toy.told(sampled)
@@ -572,12 +580,12 @@ def test_telling_changes_nothing_else(
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), name=st.sampled_from(sorted(set(TOYS) - {"harmony"})))
+@given(data=st.data(), name=st.sampled_from(sorted(set(TOY_MODELS) - {"harmony"})))
 def test_every_letter_sampled_is_shown_or_in_a_call(data: st.DataObject, name: str) -> None:
     """But for marks and blanks, an answer holds the very letters that were sampled, in their order; a call's
     are those of its own syntax.
     """
-    toy = TOYS[name]
+    toy = TOY_MODELS[name]
     stops = [list(toy.control)[token - 256] for token in toy.family.stop_ids]
     text = "".join(piece for piece in data.draw(pieces(name)) if piece not in stops)
     answer = read(name, text, ended=True, tools=())
@@ -589,7 +597,7 @@ def test_every_letter_sampled_is_shown_or_in_a_call(data: st.DataObject, name: s
     assert shown.replace("thought", "") == _letters(toy, text).replace("thought", "")
 
 
-def _letters(toy: Toy, text: str) -> str:
+def _letters(toy: ToyModel, text: str) -> str:
     for mark in toy.control:
         text = text.replace(mark, "")
     return "".join(text.split())

@@ -15,7 +15,7 @@ import pytest
 from attrs import evolve, fields
 from control_plane_parts import Caller, Plane, open_plane
 from journal_writes import publish_end
-from trainers_kit import no_row, one_row, two_rows
+from trainers_kit import one_row, session_of_two_rows, session_without_rows
 
 from polarnode.api import exports, openapi_shapes
 from polarnode.api.exports import ParquetFile
@@ -26,9 +26,9 @@ from polarnode.trainers import FORMATS, project, trl
 async def keep(plane: Plane, *trajectories: Trajectory) -> Caller:
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            plane.journal.turn(evolve(turn, session_id=trajectory.session_id))
+            plane.journal.record_turn(evolve(turn, session_id=trajectory.session_id))
         publish_end(plane.journal, trajectory)
-    await plane.journal.flushed()
+    await plane.journal.flush()
     return Caller(url=plane.url)
 
 
@@ -76,7 +76,7 @@ async def test_every_format_of_a_trajectory(tmp_path: Path) -> None:
 
 async def test_what_a_format_can_not_carry_is_400_and_so_is_a_format_that_is_none(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
-        caller = await keep(plane, two_rows())
+        caller = await keep(plane, session_of_two_rows())
         for params, sentence in (
             ({"format": "trl"}, "has 2 rows and this format takes one a session"),
             ({"format": "trlx"}, f"must be one of {', '.join(FORMATS)}, parquet, not 'trlx'"),
@@ -93,7 +93,11 @@ async def test_what_a_format_can_not_carry_is_400_and_so_is_a_format_that_is_non
 async def test_a_stream_in_a_format_tells_what_it_can_not_carry_and_goes_on(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = await keep(
-            plane, one_row(), two_rows(sample_index=1), no_row(sample_index=2), one_row(sample_index=3)
+            plane,
+            one_row(),
+            session_of_two_rows(sample_index=1),
+            session_without_rows(sample_index=2),
+            one_row(sample_index=3),
         )
         async with caller.stream(format="trl", follow="false") as stream:
             told = [(await stream.event())["data"] for _ in range(4)]
@@ -111,10 +115,14 @@ async def test_a_stream_in_a_format_tells_what_it_can_not_carry_and_goes_on(tmp_
 
 
 async def test_rows_of_tokens_as_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exports, "GROUP_TOKENS", 12)  # several row groups
+    monkeypatch.setattr(exports, "ROW_GROUP_TOKENS", 12)  # several row groups
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = await keep(
-            plane, one_row(), two_rows(sample_index=1), no_row(sample_index=2), one_row(sample_index=3)
+            plane,
+            one_row(),
+            session_of_two_rows(sample_index=1),
+            session_without_rows(sample_index=2),
+            one_row(sample_index=3),
         )
         said = await caller.get("/v1/export", format="parquet")
         assert said.headers["content-type"] == "application/vnd.apache.parquet"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainers_kit import group_of, no_row, one_row, taught, two_rows
+from trainers_kit import group_of, one_row, session_of_two_rows, session_without_rows, taught
 
 import polarnode
 from polarnode.trainers import Absent, areal, atropos, of_roles, skyrl, tinker, trl, verl
@@ -68,9 +68,12 @@ def told() -> dict[str, Any]:
     }
     asked = {
         "verl": verl.agent_loop_outputs(SESSION),
-        "verl_teacher": [*verl.agent_loop_outputs(TAUGHT), *verl.agent_loop_outputs(taught(two_rows()))],
+        "verl_teacher": [
+            *verl.agent_loop_outputs(TAUGHT),
+            *verl.agent_loop_outputs(taught(session_of_two_rows())),
+        ],
         "skyrl": skyrl.generator_output(
-            [SESSION, two_rows(sample_index=1), no_row(sample_index=2)],
+            [SESSION, session_of_two_rows(sample_index=1), session_without_rows(sample_index=2)],
             absent=Absent(token_id=0, reward=0.0),
             step_wise=True,
             experts=False,
@@ -81,7 +84,9 @@ def told() -> dict[str, Any]:
             *tinker.datums(TAUGHT, advantage=0.5, kl_penalty_coef=2.0),
         ],
         "atropos": [
-            atropos.scored_data([SESSION, two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}),
+            atropos.scored_data(
+                [SESSION, session_of_two_rows(sample_index=1)], advantages={"s0": 0.5, "s1": -0.5}
+            ),
             atropos.scored_data([TAUGHT, taught(one_row(sample_index=1))], env_id=0, group_size=2),
         ],
         "trl_async": rows,
@@ -119,12 +124,12 @@ def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dic
 
 def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[str, Any]) -> None:
     """verl 0.9.1, `compute_distillation_loss_reverse_kl_estimator` (trainer/distillation/losses.py)."""
-    rows = [*TAUGHT.traces, *taught(two_rows()).traces]
+    rows = [*TAUGHT.traces, *taught(session_of_two_rows()).traces]
     said = [[*list(row.teacher_logprobs or ())[row.prompt_length :]] for row in rows]
     assert told["verl_teacher"]["teacher_logprobs"] == [each + [0] * (7 - len(each)) for each in said]
     ids = [[*row.token_ids[row.prompt_length :]] for row in rows]
     assert told["verl_teacher"]["teacher_ids"] == [each + [0] * (7 - len(each)) for each in ids]
-    for session in (TAUGHT, taught(two_rows())):
+    for session in (TAUGHT, taught(session_of_two_rows())):
         queued = verl.transfer_rows(session, uid="u", global_steps=9, arrays="native")
         looped = verl.agent_loop_outputs(session, arrays="native")
         for one, other in zip(queued, looped, strict=True):
@@ -132,7 +137,7 @@ def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[
                 field = one["fields"][name]
                 assert field.tolist() == other["extra_fields"][name].tolist()
                 assert (field.ndim, str(field.dtype)) == (2, str(other["extra_fields"][name].dtype))
-    batch = verl.data_proto([TAUGHT, taught(two_rows())], pad_token_id=0)["batch"]
+    batch = verl.data_proto([TAUGHT, taught(session_of_two_rows())], pad_token_id=0)["batch"]
     assert [each[0] for each in batch["teacher_logprobs"][0]] == [
         0,
         0,
@@ -206,7 +211,9 @@ def test_async_distillation_reads_the_teachers_logprob_of_each_sampled_token(tol
 def test_grpo_trainer_takes_a_group_through_rollout_func() -> None:
     """The trainer's own path: its checks, its padding, its rewards, its mask of what is not the model's."""
     group = group_of(SESSION, of_roles(one_row(sample_index=1, reward=0.0), "main"))
-    output = trl.rollout_output([*group.usable, no_row(sample_index=2)], absent=Absent(token_id=0))
+    output = trl.rollout_output(
+        [*group.usable, session_without_rows(sample_index=2)], absent=Absent(token_id=0)
+    )
     found = run("trl_program.py", {"output": output, "model": str(TINY), "generations": 3})
     inputs = found["inputs"]
     assert inputs["completion_ids"][0] == SESSION.traces[0].token_ids.tolist()[3:]

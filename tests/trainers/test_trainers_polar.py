@@ -9,7 +9,15 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from sample_kit import examples
-from trainers_kit import make_turn, no_row, one_row, publish, published, trained, two_rows
+from trainers_kit import (
+    make_turn,
+    one_row,
+    publish,
+    published,
+    session_of_two_rows,
+    session_without_rows,
+    trained,
+)
 
 from polarnode.core.codec import dump_json, read_json
 from polarnode.core.conversation import Answer, FinishReason, Message, TextPart, Tool, ToolCall
@@ -17,7 +25,7 @@ from polarnode.core.task import BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import NewMessages, Outcome, Status, Trajectory
 from polarnode.trainers import polar as projection
 from polarnode.trainers.polar import (
-    PHASES,
+    PHASE_WORDS,
     STATUSES,
     Origin,
     answer_json,
@@ -90,7 +98,7 @@ def test_a_row_of_two_turns_is_its_first_prompt_and_all_behind_it() -> None:
 
 
 def test_what_was_counted_is_what_is_there() -> None:
-    result = read(two_rows())
+    result = read(session_of_two_rows())
     stats = result.trajectory.metadata.reconstruction_stats
     assert (stats.chains_total, stats.chains_reconstructed_full, stats.chains_reconstructed_truncated) == (
         2,
@@ -102,7 +110,7 @@ def test_what_was_counted_is_what_is_there() -> None:
 
 
 def test_a_session_without_rows_is_an_error_that_says_why() -> None:
-    result = read(no_row(), None)
+    result = read(session_without_rows(), None)
     assert (result.status, result.error, result.trajectory.error, result.trajectory.traces) == (
         "ERROR",
         "it was so",
@@ -227,7 +235,7 @@ def test_a_call_alone_was_asked_with_all_before_it() -> None:
 def test_every_word_of_ours_has_one_of_polars() -> None:
     assert set(STATUSES) == set(get_args(Status))
     assert set(STATUSES.values()) == set(polar.TERMINAL)
-    assert set(PHASES.values()) <= set(get_args(polar.Word))
+    assert set(PHASE_WORDS.values()) <= set(get_args(polar.Word))
     assert {finish_word(each) for each in get_args(FinishReason)} == {
         "stop",
         "tool_calls",

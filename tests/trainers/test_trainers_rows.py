@@ -5,7 +5,7 @@ from typing import Any
 import numpy
 import pytest
 from attrs import evolve
-from trainers_kit import group_of, no_row, one_row, publish, taught, two_rows
+from trainers_kit import group_of, one_row, publish, session_of_two_rows, session_without_rows, taught
 
 from polarnode.core.arrays import floats
 from polarnode.core.errors import Refused
@@ -65,41 +65,42 @@ def test_what_is_not_there_is_refused_with_the_remedy() -> None:
 
 
 def test_a_batch_has_the_teachers_logprobs_of_all_rows_or_of_none() -> None:
-    plain, [row] = rows_of(two_rows()), rows_of(taught(one_row()))
+    plain, [row] = rows_of(session_of_two_rows()), rows_of(taught(one_row()))
     assert row.teacher.tolist() == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
     assert predicted(row.teacher).tolist() == [0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5, 0]
     assert teachers(plain) is None
     assert teachers([]) is None
-    assert len(teachers(rows_of(taught(two_rows()))) or ()) == 2
+    assert len(teachers(rows_of(taught(session_of_two_rows()))) or ()) == 2
     with pytest.raises(
         Refused, match=r"row 0 of session s0 .* \(its task requested none\): set carry.teacher"
     ):
         teachers([row, *plain])
     down = evolve(
-        two_rows().traces[0], missing_extras=("routed_experts of turn 0", "teacher big: it is down")
+        session_of_two_rows().traces[0],
+        missing_extras=("routed_experts of turn 0", "teacher big: it is down"),
     )
     with pytest.raises(Refused, match=r"no teacher's logprobs \(teacher big: it is down\)"):
-        _ = rows_of(evolve(two_rows(), traces=(down,)))[0].teacher
+        _ = rows_of(evolve(session_of_two_rows(), traces=(down,)))[0].teacher
 
 
 def test_a_session_without_rows_has_none_and_one_with_several_is_refused_where_one_is_wanted() -> None:
-    assert rows_of(no_row()) == ()
-    for some in (no_row(), two_rows()):
+    assert rows_of(session_without_rows()) == ()
+    for some in (session_without_rows(), session_of_two_rows()):
         with pytest.raises(Refused, match="rows and this format takes one a session"):
             only_row(some)
-    assert [row.last for row in rows_of(two_rows())] == [False, True]
+    assert [row.last for row in rows_of(session_of_two_rows())] == [False, True]
     assert only_row(one_row()).count == 1
-    assert of_roles(two_rows(), "main").traces == two_rows().traces
-    assert of_roles(two_rows(), "compaction").traces == ()
+    assert of_roles(session_of_two_rows(), "main").traces == session_of_two_rows().traces
+    assert of_roles(session_of_two_rows(), "compaction").traces == ()
 
 
 def test_a_trace_that_trains_nothing_is_no_row() -> None:
     """A builder of one's own may make such; the rows beside it are counted without it."""
-    first, second = two_rows().traces
+    first, second = session_of_two_rows().traces
     untrained = evolve(
         first, loss_mask=bytes(len(first.loss_mask)), logprobs=floats([0.0] * len(first.loss_mask))
     )
-    [row] = rows_of(evolve(two_rows(), traces=(untrained, second)))
+    [row] = rows_of(evolve(session_of_two_rows(), traces=(untrained, second)))
     assert (row.trace, row.index, row.count) == (second, 0, 1)
 
 
@@ -118,7 +119,7 @@ def test_a_sample_that_is_only_context_has_no_version_and_no_temperature_of_its_
 
 
 def test_a_group_gives_the_sessions_that_are_of_use() -> None:
-    kept, lost = one_row(), no_row(sample_index=1)
+    kept, lost = one_row(), session_without_rows(sample_index=1)
     assert sessions(group_of(kept, lost=[lost])) == (kept,)
     assert sessions([kept, lost]) == (kept, lost)
 

@@ -13,7 +13,15 @@ import numpy
 import pytest
 from attrs import evolve
 from pydantic import BaseModel, ConfigDict, TypeAdapter
-from trainers_kit import group_of, make_turn, no_row, one_row, publish, taught, two_rows
+from trainers_kit import (
+    group_of,
+    make_turn,
+    one_row,
+    publish,
+    session_of_two_rows,
+    session_without_rows,
+    taught,
+)
 
 from polarnode.core.errors import Refused
 from polarnode.core.trajectory import Outcome, Trajectory
@@ -106,7 +114,7 @@ STATUSES = [
 @pytest.mark.parametrize(("outcome", "with_rows", "without"), STATUSES)
 def test_slime_statuses(outcome: Any, with_rows: str, without: str) -> None:
     [sample] = slime.samples(one_row(outcome=Outcome(status=outcome)))
-    [nothing] = slime.samples(no_row(outcome))
+    [nothing] = slime.samples(session_without_rows(outcome))
     SlimeSample.model_validate(nothing)
     held(nothing)
     assert (sample["status"], sample["remove_sample"]) == (with_rows, False)
@@ -127,14 +135,17 @@ def test_rollout_ids_are_of_the_batch_and_rows_share_their_sessions(module: Any)
     """slime 624b824, `utils/dp_schedule.py`: a step holds `global_batch_size` different rollout ids.
     `ray/rollout.py`: mask sums are pooled over equal ids.
     """
-    groups = [group_of(SESSION, two_rows(sample_index=1)), group_of(two_rows(), one_row(sample_index=1))]
+    groups = [
+        group_of(SESSION, session_of_two_rows(sample_index=1)),
+        group_of(session_of_two_rows(), one_row(sample_index=1)),
+    ]
     batch = [
         module.group_samples(group, group_index=place, index=2 * place) for place, group in enumerate(groups)
     ]
     assert [[each["rollout_id"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
     assert [[each["index"] for each in flat(group)] for group in batch] == [[0, 1, 1], [2, 2, 3]]
     assert [[each["group_index"] for each in flat(group)] for group in batch] == [[0, 0, 0], [1, 1, 1]]
-    assert {each["rollout_id"] for each in module.samples(two_rows(), index=8)} == {8}
+    assert {each["rollout_id"] for each in module.samples(session_of_two_rows(), index=8)} == {8}
 
 
 @pytest.mark.parametrize("module", [slime, miles])
@@ -142,7 +153,7 @@ def test_an_unusable_session_keeps_its_place_and_moves_no_baseline(module: Any) 
     """slime 624b824, `backends/megatron_utils/data.py`: a mask is padded by `prompt_length - 1`, so there is a
     prompt. `observability/rollout_data_utils.py`: experts of every sample, and none all zero.
     """
-    scored = no_row(sample_index=2)
+    scored = session_without_rows(sample_index=2)
     group = group_of(
         one_row(reward=1.0), one_row(sample_index=1, reward=0.0), lost=[evolve(scored, reward=0.0)]
     )
@@ -190,7 +201,7 @@ def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
         "rollout_routed_experts": "int32",
     }
     assert {name: str(each.dtype) for name, each in sent["tensors"].items()} == types
-    assert miles.session_tensors(no_row()) == []
+    assert miles.session_tensors(session_without_rows()) == []
 
 
 def test_miles_session_tensors_have_each_field_that_its_decoder_reads() -> None:
@@ -207,7 +218,7 @@ def test_miles_rows_of_a_session_share_its_reward() -> None:
     """radixark/miles 31f1ca9, `ray/rollout/train_data_conversion.py`: `all samples in rollout … must share one
     reward`.
     """
-    session = two_rows(reward=1.0, lineage_rewards={1: -2.0})
+    session = session_of_two_rows(reward=1.0, lineage_rewards={1: -2.0})
     assert [each["reward"] for each in slime.samples(session)] == [1.0, -2.0]
     assert [each["reward"] for each in miles.samples(session)] == [1.0, 1.0]
     assert [each["metadata"]["polarnode"]["row_reward"] for each in miles.samples(session)] == [1.0, -2.0]
@@ -220,14 +231,16 @@ def test_a_teachers_logprobs_are_of_every_sample_of_a_batch_or_of_none(module: A
     miles 31f1ca9: `utils/types.py` compares their length with the response's.
     """
     group = group_of(
-        taught(one_row()), taught(two_rows(sample_index=1)), lost=[evolve(no_row(sample_index=2), reward=0.0)]
+        taught(one_row()),
+        taught(session_of_two_rows(sample_index=1)),
+        lost=[evolve(session_without_rows(sample_index=2), reward=0.0)],
     )
     found = flat(module.group_samples(group, group_index=0, size=4))
     assert found[0]["teacher_log_probs"] == [-0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
     assert [each["teacher_log_probs"] for each in found[1:]] == [[-0.25, -0.375], [-1.25], [0], [0]]
     for each in found:
         held(each)
-    assert [each["teacher_log_probs"] for each in module.samples(two_rows())] == [None, None]
+    assert [each["teacher_log_probs"] for each in module.samples(session_of_two_rows())] == [None, None]
     mixed = group_of(taught(one_row()), one_row(sample_index=1))
     with pytest.raises(Refused, match="session s1 has no teacher's logprobs"):
         module.group_samples(mixed, group_index=0)
@@ -253,8 +266,8 @@ def test_a_session_without_its_teachers_logprobs_is_refused_beside_others(projec
 
 def test_verl_refuses_a_session_of_which_one_row_has_no_teacher() -> None:
     """verl 0.9.1, `_postprocess` (experimental/agent_loop/agent_loop.py) reads the first row's of all rows."""
-    known, unknown = taught(two_rows()).traces[0], two_rows().traces[1]
-    half = evolve(two_rows(), traces=(known, unknown))
+    known, unknown = taught(session_of_two_rows()).traces[0], session_of_two_rows().traces[1]
+    half = evolve(session_of_two_rows(), traces=(known, unknown))
     for project in (verl.agent_loop_outputs, lambda one: verl.transfer_rows(one, uid="u", global_steps=0)):
         with pytest.raises(Refused, match="row 1 of session s0 has no teacher's logprobs"):
             project(half)
@@ -303,7 +316,7 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 @pytest.mark.parametrize("advantage", [None, 0.5])
-@pytest.mark.parametrize("session", [SESSION, two_rows()])
+@pytest.mark.parametrize("session", [SESSION, session_of_two_rows()])
 def test_prime_rl_makes_its_struct_of_a_samples_values(session: Trajectory, advantage: float | None) -> None:
     """Converted by msgspec, strictly, into a struct of the same fields in the same order: what `prepare_batch`
     takes in prime-rl's environment (PrimeIntellect-ai/prime-rl 559b44772, transports/rollouts/types.py).
@@ -455,7 +468,7 @@ def test_supervised_datums_weigh_what_is_trained() -> None:
 
 
 def test_nothing_to_project_is_said() -> None:
-    empty = no_row()
+    empty = session_without_rows()
     assert areal.rollout([empty]) is None
     assert (
         verl.agent_loop_outputs(empty)
@@ -474,7 +487,7 @@ def test_nothing_to_project_is_said() -> None:
 
 
 def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
-    batch: Any = areal.rollout([SESSION, two_rows(sample_index=1)])
+    batch: Any = areal.rollout([SESSION, session_of_two_rows(sample_index=1)])
     assert batch["input_ids"][2] == [30, 31, 32, 40, 0, 0, 0, 0, 0, 0]
     assert batch["versions"][2] == [-1, -1, -1, 8, -1, -1, -1, -1, -1, -1]
     assert batch["attention_mask"][1] == [True] * 4 + [False] * 6
@@ -487,11 +500,13 @@ def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
 
 def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
     """Rewards 1, 0 and 0 of sessions with 2 rows, 1 and 1: over rows their mean would be 1/2."""
-    group = group_of(two_rows(), one_row(sample_index=1, reward=0.0), one_row(sample_index=2, reward=0.0))
+    group = group_of(
+        session_of_two_rows(), one_row(sample_index=1, reward=0.0), one_row(sample_index=2, reward=0.0)
+    )
     batch: Any = areal.rollout(group, estimator="grpo_without_std")
     assert batch["rewards"] == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
     assert batch["original_rewards"] == [1.0, 1.0, 0.0, 0.0]
-    apart = group_of(two_rows(lineage_rewards={1: 0.5}), one_row(sample_index=1, reward=0.0))
+    apart = group_of(session_of_two_rows(lineage_rewards={1: 0.5}), one_row(sample_index=1, reward=0.0))
     batch = areal.rollout(apart, estimator="grpo_without_std")
     assert batch["rewards"] == [0.5, 0.0, -0.5]  # the second lineage's own reward against the same baseline
     assert batch["original_rewards"] == [1.0, 0.5, 0.0]
@@ -500,9 +515,11 @@ def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
 
 
 def test_what_stands_in_for_a_session_is_never_trained() -> None:
-    said = trl.rollout_output([SESSION, no_row(sample_index=1)], absent=Absent(token_id=9))
+    said = trl.rollout_output([SESSION, session_without_rows(sample_index=1)], absent=Absent(token_id=9))
     assert (said["completion_ids"][1], said["env_mask"][1], said["reward"]) == ([9], [0], [1.0, None])
-    output = skyrl.generator_output([SESSION, no_row(sample_index=1)], absent=Absent(token_id=9, reward=-1.0))
+    output = skyrl.generator_output(
+        [SESSION, session_without_rows(sample_index=1)], absent=Absent(token_id=9, reward=-1.0)
+    )
     assert (output["response_ids"][1], output["loss_masks"][1], output["rewards"]) == ([9], [0], [1.0, -1.0])
     assert [len(each) for each in output["rollout_expert_indices"]] == [10, 2]
     assert output["is_last_step"] == [True, True]
@@ -510,8 +527,8 @@ def test_what_stands_in_for_a_session_is_never_trained() -> None:
 
 def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
     """One row, none, and two of which the main agent's is kept, with its own reward."""
-    two = two_rows(sample_index=2, lineage_rewards={1: 0.25}, reward=0.5)
-    lost = no_row(sample_index=1)
+    two = session_of_two_rows(sample_index=2, lineage_rewards={1: 0.25}, reward=0.5)
+    lost = session_without_rows(sample_index=1)
     group = group_of(SESSION, two, lost=[lost])
     output = trl.rollout_members(group, absent=Absent(token_id=9))
     assert output["reward"] == [1.0, 0.25, None]
@@ -530,23 +547,23 @@ def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
 
 
 def test_rows_of_a_session_can_have_advantages_of_their_own() -> None:
-    samples = trl.rollout_samples(two_rows(), advantage=[0.5, -0.5], group_id=1)
+    samples = trl.rollout_samples(session_of_two_rows(), advantage=[0.5, -0.5], group_id=1)
     assert [each["advantage"] for each in samples] == [0.5, -0.5]
     with pytest.raises(Refused, match="1 advantages were given for the 2 rows"):
-        trl.rollout_samples(two_rows(), advantage=[0.5], group_id=1)
+        trl.rollout_samples(session_of_two_rows(), advantage=[0.5], group_id=1)
 
 
 def test_skyrl_refuses_experts_of_some_rows() -> None:
     with pytest.raises(Refused, match="pass experts=False"):
-        skyrl.generator_output([SESSION, two_rows(sample_index=1)])
-    output = skyrl.generator_output([SESSION, two_rows(sample_index=1)], experts=False)
+        skyrl.generator_output([SESSION, session_of_two_rows(sample_index=1)])
+    output = skyrl.generator_output([SESSION, session_of_two_rows(sample_index=1)], experts=False)
     assert (output["is_last_step"], output["rollout_expert_indices"]) == ([True, False, True], None)
     assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
 
 
 def test_skyrls_rows_have_their_sessions_reward_and_the_inputs_ids() -> None:
     """It gives all rows of a session the last one's reward, and finds the prompt by its own id."""
-    apart = two_rows(reward=0.5, lineage_rewards={1: 0.0})
+    apart = session_of_two_rows(reward=0.5, lineage_rewards={1: 0.0})
     output = skyrl.generator_output([apart], trajectory_ids=[("17", 3)])
     assert output["rewards"] == [0.5, 0.5]
     assert output["trajectory_ids"] == [{"instance_id": "17", "repetition_id": 3}] * 2
@@ -556,7 +573,9 @@ def test_skyrls_rows_have_their_sessions_reward_and_the_inputs_ids() -> None:
 
 def test_skyrl_has_a_row_for_each_member_of_a_group() -> None:
     """A batch with fewer rows than prompts ends SkyRL's step."""
-    group = group_of(SESSION, one_row(sample_index=2, reward=0.0), lost=[no_row(sample_index=1)])
+    group = group_of(
+        SESSION, one_row(sample_index=2, reward=0.0), lost=[session_without_rows(sample_index=1)]
+    )
     output = skyrl.generator_output(group, absent=Absent(token_id=9))
     assert [each["repetition_id"] for each in output["trajectory_ids"]] == [0, 2, 1]
     assert output["rewards"] == [1.0, 0.0, 0.5]  # of the lost one, what leaves the mean where it is
@@ -580,7 +599,7 @@ def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:
 
 def test_a_data_proto_is_padded_as_verl_pads_it() -> None:
     made = verl.data_proto(
-        [SESSION, two_rows(sample_index=1)], pad_token_id=999, prompt_length=4, response_length=8
+        [SESSION, session_of_two_rows(sample_index=1)], pad_token_id=999, prompt_length=4, response_length=8
     )
     batch, beside = made["batch"], made["non_tensor_batch"]
     TypeAdapter(dict[str, list[Any]]).validate_python(batch)
@@ -605,12 +624,15 @@ def test_a_data_proto_is_padded_as_verl_pads_it() -> None:
 
 
 def test_a_prompt_of_the_queue_says_whether_its_sessions_are_of_use() -> None:
-    kept, lost = group_of(SESSION, two_rows(sample_index=1)), group_of(SESSION, lost=[no_row(sample_index=1)])
+    kept, lost = (
+        group_of(SESSION, session_of_two_rows(sample_index=1)),
+        group_of(SESSION, lost=[session_without_rows(sample_index=1)]),
+    )
     made = verl.transfer_group(kept, uid="u", global_steps=4)
     assert (made["key"], made["tag"]) == ("u", {"is_prompt": True, "status": "finished", "global_steps": 4})
     assert [row["key"] for row in made["rows"]] == ["u_0_0", "u_1_0", "u_1_1"]
     assert verl.transfer_group(lost, uid="u", global_steps=4)["tag"]["status"] == "failure"
-    assert verl.transfer_group([no_row()], uid="u", global_steps=4) == {
+    assert verl.transfer_group([session_without_rows()], uid="u", global_steps=4) == {
         "key": "u",
         "tag": {"is_prompt": True, "status": "failure", "global_steps": 4},
         "rows": [],
@@ -620,7 +642,7 @@ def test_a_prompt_of_the_queue_says_whether_its_sessions_are_of_use() -> None:
 def test_sessions_of_several_tasks_have_keys_of_their_own() -> None:
     """As verl's own agent loop makes them: a task for each sample, whose only session has index 0."""
     made = verl.transfer_group(
-        [one_row(), two_rows(), one_row()], uid="u", global_steps=4, prompt={"index": 3}
+        [one_row(), session_of_two_rows(), one_row()], uid="u", global_steps=4, prompt={"index": 3}
     )
     assert [row["key"] for row in made["rows"]] == ["u_0_0", "u_1_0", "u_1_1", "u_2_0"]
     assert [row["fields"]["session_id"] for row in made["rows"]] == [0, 1, 1, 2]
@@ -629,7 +651,7 @@ def test_sessions_of_several_tasks_have_keys_of_their_own() -> None:
 
 def test_the_rows_of_a_session_have_its_reward_and_the_same_fields() -> None:
     """V1 reads the last row's reward for the session, and the first row's fields for all its rows."""
-    apart = two_rows(reward=0.5, lineage_rewards={1: 5.0})
+    apart = session_of_two_rows(reward=0.5, lineage_rewards={1: 5.0})
     first, second = apart.traces
     partly = evolve(apart, traces=(evolve(first, routed=SESSION.traces[0].routed), second))
     for rows in (

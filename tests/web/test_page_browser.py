@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from attrs import define, field
 from client_kit import here
-from fleet_kit import fleet_here
+from fleet_kit import open_fleet_in_thread
 from page_samples import HOSTILE
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
@@ -493,7 +493,7 @@ def test_now_is_asked_again_when_a_session_changes_and_is_quiet_else(node: str, 
 def test_a_fleet_s_page_lists_the_sessions_and_logs_of_all_nodes(tmp_path: Path, watched: Watched) -> None:
     page = watched.page
     with here() as thread:
-        url = fleet_here(thread, tmp_path, nodes=2, token=None)
+        url = open_fleet_in_thread(thread, tmp_path, nodes=2, token=None)
         for name in ("node-0", "node-1"):
             (tmp_path / name / name / "node.log").write_text(f"of {name}\n")
         page.goto(f"{url}/ui/#/sessions")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from control_plane_parts import Caller, open_plane
 
-from polarnode.api.page import FILES, HEADERS, page_files
+from polarnode.api.page import FILES, HEADERS, read_page_files
 
 ROOT = Path(__file__).parents[2]
 VENDOR = FILES / "vendor"
@@ -63,7 +63,7 @@ async def test_the_page_is_served_without_the_token_and_with_its_policy(tmp_path
         for name in ("", "main.js", "page.css", "vendor/htm-preact.js", "icon.svg"):
             found = await caller.get(f"/ui/{name}")
             assert found.status == 200, name
-            assert found.body == page_files()[name or "index.html"].body
+            assert found.body == read_page_files()[name or "index.html"].body
             assert {name.lower(): value for name, value in HEADERS.items()}.items() <= found.headers.items()
         assert (await caller.get("/v1/status")).status == 401
 

@@ -1,10 +1,10 @@
-"""The egress proxy of one session: a listener in its container that serves bounded connections.
+"""The egress proxy of one session: a listener in its container that serves a limited number of connections.
 
 It runs beside the session and ends with it. `NodeEgress` opens it. Invariants: a connection is untrusted, so
-everything of it has a bound with its reason; a failure in one stays in it; and a refused client gets the
-reason and a remedy, because the reader is a model that will try again. What went through is counted for the
-trajectory; names come from the container, which may invent any number, so only `NAMES_LIMIT` are counted
-apart.
+everything about it has a limit with a reason; a failure in one connection affects no other; and a refused
+client gets the reason and a remedy, because the reader is a model that will try again. Connections and bytes
+are counted for the trajectory. Names come from the container, which may invent any number of them, so only
+`MAX_COUNTED_NAMES` names of each kind are counted separately.
 """
 
 import logging
@@ -24,14 +24,14 @@ from trio.abc import HalfCloseableStream
 from polarnode.containers.egress.requests import (
     GONE,
     READ_BYTES,
-    Denial,
     Forward,
+    ProxyDenial,
     Side,
-    Tunnel,
+    TunnelRequest,
     World,
     container_side,
-    dial,
-    hand_on,
+    dial_name,
+    forward_request,
     read,
     tunnel,
 )
@@ -42,25 +42,25 @@ from polarnode.support.concurrency import open_background
 
 # ── counts ────────────────────────────────────────────────────────────────────
 
-TOLD_APART = 64  # names of each kind: an installation meets a handful of hosts, an attack makes them up
+MAX_COUNTED_NAMES = 64  # names of each kind: an installation needs a handful of hosts, an attack invents them
 OTHERS = "(others)"
 NO_NAME = "(no name)"
 
 
 @define(eq=False)
-class EgressFigures:
+class EgressCounts:
     """Counts of one session: connections by name, and the bytes `sent` and `received` through them."""
 
     allowed: Counter[str] = field(factory=Counter, init=False)
     refused: Counter[str] = field(factory=Counter, init=False)
-    failed: Counter[str] = field(factory=Counter, init=False)  # allowed, and not reached
+    failed: Counter[str] = field(factory=Counter, init=False)  # allowed, but not reached
     sent: int = field(default=0, init=False)
     received: int = field(default=0, init=False)
 
     def count(self, kind: Counter[str], host: str) -> None:
         """Count one connection of a kind."""
         name = spelled(host) if name_fault(host) is None else NO_NAME
-        kind[name if name in kind or len(kind) < TOLD_APART else OTHERS] += 1
+        kind[name if name in kind or len(kind) < MAX_COUNTED_NAMES else OTHERS] += 1
 
     def metrics(self) -> Mapping[str, Json]:
         """The JSON of a trajectory's metrics."""
@@ -75,27 +75,28 @@ class EgressFigures:
 
 # ── serving ───────────────────────────────────────────────────────────────────
 
-# open at once: uv, the greediest installer known, opens 50; one more waits in the kernel until another ends
+# The most open connections. uv, the greediest known installer, opens 50. A further connection waits in the
+# kernel until another one ends.
 CONNECTIONS = 64
-LOOKUPS = 4  # names looked up at once: each is a thread of the node's that waits on a name server
-HEAD_S = 30.0  # seconds for a whole request head: a client that sends it byte by byte only holds a slot
-# without a byte in either direction: a server that builds an archive on request thinks for a minute
+MAX_LOOKUPS = 4  # concurrent lookups of names; each is a thread of the node that waits for a name server
+HEAD_S = 30.0  # seconds for a whole request head; a client that sends it byte by byte only holds one slot
+# Seconds without a byte in either direction. A server that builds an archive on request thinks for a minute.
 IDLE_S = 120.0
-LINGER_S = 2.0  # for a refused client to read why
-NO_ROOM_S = 0.5  # until the next try to accept, where the node has no descriptor left
+LINGER_S = 2.0  # seconds for a refused client to read the reason
+NO_ROOM_S = 0.5  # seconds until the next accept if the node has no descriptor left
 
-# what bypasses the proxy: the model endpoint, and servers the harness starts itself
+# These bypass the proxy: the model endpoint, and servers that the harness starts itself.
 LOOPBACK = "localhost,127.0.0.1,::1"
 
 _log = logging.getLogger(__name__)
 
 
 @define(eq=False)
-class Egress:
+class EgressProxy:
     """A session's open proxy. `env` is what programs in the container need to use it."""
 
     url: str
-    _figures: EgressFigures = field(factory=EgressFigures, init=False)
+    _figures: EgressCounts = field(factory=EgressCounts, init=False)
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -115,7 +116,7 @@ class Egress:
 
 
 @asynccontextmanager
-async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
+async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIterator[EgressProxy]:
     """Open the proxy of the container whose network namespace this is (a descriptor), at EGRESS_PORT. Raises
     RuntimeFault when it cannot be opened. At the end of the block, open connections are cut.
     """
@@ -125,28 +126,26 @@ async def open_egress(network: int, rules: EgressRules, world: World) -> AsyncIt
 
 
 @asynccontextmanager
-async def serve_egress(listener: socket, rules: EgressRules, world: World) -> AsyncIterator[Egress]:
+async def serve_egress(listener: socket, rules: EgressRules, world: World) -> AsyncIterator[EgressProxy]:
     """Serve the proxy on a listening socket, which is closed at the end."""
-    egress = Egress(f"http://{ENDPOINT_HOST}:{listener.getsockname()[1]}")
+    egress = EgressProxy(f"http://{ENDPOINT_HOST}:{listener.getsockname()[1]}")
     served = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
-    serving = _Serving(listener=served, rules=rules, world=world, figures=egress._figures)
+    serving = _ProxyServer(listener=served, rules=rules, world=world, figures=egress._figures)
     async with open_background(serving.run):
         yield egress
 
 
 @define(eq=False, kw_only=True)
-class _Serving:
+class _ProxyServer:
     listener: trio.SocketListener
     rules: EgressRules
     world: World
-    figures: EgressFigures
+    figures: EgressCounts
     _places: trio.Semaphore = field(factory=partial(trio.Semaphore, CONNECTIONS), init=False)
-    _lookups: trio.CapacityLimiter = field(factory=partial(trio.CapacityLimiter, LOOKUPS), init=False)
+    _lookups: trio.CapacityLimiter = field(factory=partial(trio.CapacityLimiter, MAX_LOOKUPS), init=False)
 
     async def run(self, ready: trio.Event) -> None:
-        """Serve until cancelled. Closing the listener and every connection awaits nothing that
-        could block.
-        """
+        """Serve until cancelled. Closing the listener and all connections awaits nothing that could block."""
         with self.listener.socket:
             async with trio.open_nursery() as connections:
                 ready.set()
@@ -165,8 +164,8 @@ class _Serving:
             connections.start_soon(self._connection, stream)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        """One connection to its end. The isolation edge: a bug met in one connection affects no other
-        connection and not the session.
+        """Serve one connection to its end. Errors are caught here, so that a bug in one connection affects
+        neither another connection nor the session.
         """
         try:
             with stream.socket, trio.CancelScope() as clock:
@@ -179,7 +178,7 @@ class _Serving:
             self._places.release()
 
     async def _requests(self, client: Side, clock: trio.CancelScope) -> None:
-        """The requests of one connection, one after the other, until one of them ends it."""
+        """Serve the requests of one connection, one after the other, until one of them ends it."""
         goes_on = True
         while goes_on:
             clock.deadline = trio.current_time() + HEAD_S
@@ -191,40 +190,45 @@ class _Serving:
             return await client.next()
         except h11.RemoteProtocolError as error:
             self.figures.count(self.figures.refused, "")
-            await self._deny(
-                client, Denial(status=error.error_status_hint, text=f"this is no request of HTTP: {error}")
+            await self._send_denial(
+                client,
+                ProxyDenial(status=error.error_status_hint, text=f"this is no request of HTTP: {error}"),
             )
             return None
 
     async def _request(self, client: Side, request: h11.Request, clock: trio.CancelScope) -> bool:
-        """Handle a request; whether the connection can take another."""
+        """Serve a request. Return whether the connection can take another one."""
         clock.deadline = trio.current_time() + IDLE_S
         parsed = read(request, self.rules)
-        stream = parsed if isinstance(parsed, Denial) else await self._dialled(parsed)
-        if not isinstance(parsed, Denial) and not isinstance(stream, Denial):
+        stream = parsed if isinstance(parsed, ProxyDenial) else await self._dial_target(parsed)
+        if not isinstance(parsed, ProxyDenial) and not isinstance(stream, ProxyDenial):
             return await self._allowed(client, parsed, stream, clock)
-        if isinstance(stream, Denial):
+        if isinstance(stream, ProxyDenial):
             self.figures.count(
                 self.figures.failed if stream.status > 500 else self.figures.refused, stream.host
             )
-            await self._deny(client, stream)
+            await self._send_denial(client, stream)
         return False
 
-    async def _dialled(self, parsed: Tunnel | Forward) -> HalfCloseableStream | Denial:
+    async def _dial_target(self, parsed: TunnelRequest | Forward) -> HalfCloseableStream | ProxyDenial:
         async with self._lookups:
-            return await dial(parsed.host, parsed.port, self.rules, self.world)
+            return await dial_name(parsed.host, parsed.port, self.rules, self.world)
 
     async def _allowed(
-        self, client: Side, parsed: Tunnel | Forward, stream: HalfCloseableStream, clock: trio.CancelScope
+        self,
+        client: Side,
+        parsed: TunnelRequest | Forward,
+        stream: HalfCloseableStream,
+        clock: trio.CancelScope,
     ) -> bool:
         self.figures.count(self.figures.allowed, parsed.host)
         try:
             match parsed:
-                case Tunnel():
+                case TunnelRequest():
                     await tunnel(client, stream, self._moved(clock))
                     return False
                 case Forward():
-                    await self._forwarded(client, stream, parsed, clock)
+                    await self._forward_request(client, stream, parsed, clock)
                     return client.start_next_cycle() or await _leave(client)
                 case _:
                     assert_never(parsed)
@@ -232,18 +236,18 @@ class _Serving:
             with trio.move_on_after(LINGER_S, shield=True):
                 await trio.aclose_forcefully(stream)
 
-    async def _forwarded(
+    async def _forward_request(
         self, client: Side, stream: HalfCloseableStream, parsed: Forward, clock: trio.CancelScope
     ) -> None:
         try:
-            await hand_on(client, stream, parsed.request, self._moved(clock))
+            await forward_request(client, stream, parsed.request, self._moved(clock))
         except* (*GONE, h11.RemoteProtocolError) as broken:
             if client.begun:
                 raise  # a cut answer must be recognisable as cut
             _log.info("egress: %s port %d gave no answer: %s", parsed.host, parsed.port, broken.exceptions)
-            await self._deny(
+            await self._send_denial(
                 client,
-                Denial(
+                ProxyDenial(
                     status=502,
                     text=f"{parsed.host} port {parsed.port} gave no answer of HTTP",
                     host=parsed.host,
@@ -258,7 +262,7 @@ class _Serving:
 
         return moved
 
-    async def _deny(self, client: Side, denial: Denial) -> None:
+    async def _send_denial(self, client: Side, denial: ProxyDenial) -> None:
         """Send the reason as text, and end the connection so that it is read."""
         body = f"polarnode: {denial.text}\n".encode()
         headers = [
@@ -277,8 +281,8 @@ class _Serving:
 
 
 async def _leave(client: Side) -> bool:
-    """End a connection whose peer may still be sending: what comes is dropped, because closing over unread
-    bytes discards the response.
+    """End a connection whose peer may still be sending. What it sends is read and dropped, because closing a
+    socket that has unread bytes discards the response.
     """
     with trio.move_on_after(LINGER_S):
         await client.stream.send_eof()
@@ -292,8 +296,8 @@ async def _leave(client: Side) -> bool:
 
 @frozen(kw_only=True)
 class NodeEgress:
-    """`names` and `networks` are the node's settings `egress` and `egress_networks`. Without names no task
-    reaches anything.
+    """The egress of a node. `names` and `networks` are its settings `egress` and `egress_networks`. Without
+    names no task reaches anything.
     """
 
     names: tuple[str, ...] = ()
@@ -303,8 +307,8 @@ class NodeEgress:
     def __attrs_post_init__(self) -> None:
         egress_rules(self.names, self.networks)  # an invalid network fails the start of the node
 
-    def open(self, network: int, names: tuple[str, ...]) -> AbstractAsyncContextManager[Egress]:
-        """Open the proxy in a container's network namespace (a descriptor), for the names its task requested,
-        which were checked before. Raises RuntimeFault.
+    def open(self, network: int, names: tuple[str, ...]) -> AbstractAsyncContextManager[EgressProxy]:
+        """Open the proxy in a container's network namespace (a descriptor), for the names that its task
+        requested, which were checked before. Raises RuntimeFault.
         """
         return open_egress(network, egress_rules(names, self.networks), self.world)

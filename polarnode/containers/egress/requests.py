@@ -1,12 +1,12 @@
 """One request of a client in a container: parsed, dialled, and forwarded or tunnelled.
 
-Parsing is pure: h11's events in, a value out. The proxy never forwards bytes it did not parse: a request is
-read as a whole or refused, and what goes out is rewritten from what was parsed, so that no two programs can
-take it for different requests. A header is dropped unless it is end to end. Forwarding ends with its two
-ends; how long it may take is the caller's decision, who learns through `moved` of all that passes. What a
-peer does wrong ends its own connection and is no error of ours. Invariant of dialling: the container looks up
-nothing; names are resolved by the node, and only an address that passed the rules is connected to, never a
-name.
+Parsing is pure: it takes events of h11 and returns a value. The proxy never forwards bytes that it did not
+parse. A request is read as a whole or refused, and what goes out is rewritten from what was parsed, so that
+no two programs can take it for different requests. A header is dropped unless it is end to end. Forwarding
+ends when both ends have ended. Its caller decides how long that may take, and learns of all bytes that pass
+through `moved`. A peer's mistake ends its own connection and is no error of the node. Invariant of dialling:
+the container looks up nothing; the node resolves names, and connects only to an address that passed the
+rules, never to a name.
 """
 
 import logging
@@ -26,12 +26,12 @@ from polarnode.containers.egress.rules import EgressRules, spelled
 # ── parsing a request ─────────────────────────────────────────────────────────
 
 HTTP_PORT = 80
-CONNECT = re.compile(r"([^\s:@/?#\[\]]+):(\d{1,5})")
-ABSOLUTE = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
-AUTHORITY = re.compile(r"([^\s:@/?#\[\]]+)(?::(\d{1,5}))?")
+CONNECT_TARGET = re.compile(r"([^\s:@/?#\[\]]+):(\d{1,5})")
+ABSOLUTE_TARGET = re.compile(r"http://([^/?#]*)([^#]*)", re.IGNORECASE)
+AUTHORITY_PATTERN = re.compile(r"([^\s:@/?#\[\]]+)(?::(\d{1,5}))?")
 
 # A connection's own headers (RFC 9110, 7.6.1), the proxy's, and what the proxy answers itself.
-OUR_OWN = frozenset(
+HOP_HEADERS = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer"
     b" transfer-encoding upgrade expect host".split()
 )
@@ -40,8 +40,8 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 @frozen(kw_only=True)
-class Denial:
-    """A response of the proxy's own. `host` is the requested name as it was written."""
+class ProxyDenial:
+    """A response of the proxy itself. `host` is the requested name as it was written."""
 
     status: int
     text: str
@@ -49,8 +49,10 @@ class Denial:
 
 
 @frozen(kw_only=True)
-class Tunnel:
-    """A CONNECT: bytes both ways, untouched, since what TLS carries is not ours to read."""
+class TunnelRequest:
+    """A CONNECT request. Bytes are passed both ways unchanged, because the proxy cannot read what TLS
+    carries.
+    """
 
     host: str
     port: int
@@ -58,49 +60,49 @@ class Tunnel:
 
 @frozen(kw_only=True)
 class Forward:
-    """A plain request, and the request its server gets."""
+    """A plain request, with the request that its server gets."""
 
     host: str
     port: int
     request: h11.Request
 
 
-Parsed = Tunnel | Forward | Denial
+ParsedRequest = TunnelRequest | Forward | ProxyDenial
 
 
-def read(request: h11.Request, rules: EgressRules) -> Parsed:
+def read(request: h11.Request, rules: EgressRules) -> ParsedRequest:
     """Parse a request, and deny it where the rules do not allow its target."""
-    parsed = _tunnel(request) if request.method == b"CONNECT" else _forward(request)
-    if isinstance(parsed, Denial):
+    parsed = _parse_tunnel(request) if request.method == b"CONNECT" else _parse_forward(request)
+    if isinstance(parsed, ProxyDenial):
         return parsed
     refusal = rules.refusal(parsed.host, parsed.port)
-    return parsed if refusal is None else Denial(status=403, text=refusal, host=parsed.host)
+    return parsed if refusal is None else ProxyDenial(status=403, text=refusal, host=parsed.host)
 
 
-def _tunnel(request: h11.Request) -> Tunnel | Denial:
+def _parse_tunnel(request: h11.Request) -> TunnelRequest | ProxyDenial:
     target = request.target.decode("ascii")
-    found = CONNECT.fullmatch(target)
+    found = CONNECT_TARGET.fullmatch(target)
     if found is None:
-        return _malformed(
+        return _malformed_denial(
             f"{target[:300]!r} cannot be connected to: ask for NAME:PORT, by name and not by address",
             status=403,
         )
-    if _framing(request):
-        return _malformed("a CONNECT has no body")
-    return Tunnel(host=spelled(found[1]), port=int(found[2]))
+    if _framing_headers(request):
+        return _malformed_denial("a CONNECT has no body")
+    return TunnelRequest(host=spelled(found[1]), port=int(found[2]))
 
 
-def _forward(request: h11.Request) -> Forward | Denial:
+def _parse_forward(request: h11.Request) -> Forward | ProxyDenial:
     target = request.target.decode("ascii")
-    found = ABSOLUTE.fullmatch(target)
+    found = ABSOLUTE_TARGET.fullmatch(target)
     if found is None:
-        return _malformed(
+        return _malformed_denial(
             "this is a proxy: ask it for http://NAME/PATH, or to CONNECT for anything else, not for"
             f" {target[:300]!r}"
         )
-    authority = AUTHORITY.fullmatch(found[1])
+    authority = AUTHORITY_PATTERN.fullmatch(found[1])
     if authority is None:
-        return _malformed(
+        return _malformed_denial(
             f"{found[1][:300]!r} cannot be connected to: ask for NAME or NAME:PORT, by name and not by"
             " address",
             status=403,
@@ -108,10 +110,10 @@ def _forward(request: h11.Request) -> Forward | Denial:
     host, port = spelled(authority[1]), int(authority[2] or HTTP_PORT)
     fault = _host_fault(request, host, port)
     if fault is not None:
-        return _malformed(fault)
-    if len(_framing(request)) > 1:  # two lengths of one body can be read as two requests
-        return _malformed("a body has either a Content-Length or a Transfer-Encoding, not both")
-    return Forward(host=host, port=port, request=_rewritten(request, host, port, found[2]))
+        return _malformed_denial(fault)
+    if len(_framing_headers(request)) > 1:  # two lengths of one body can be read as two requests
+        return _malformed_denial("a body has either a Content-Length or a Transfer-Encoding, not both")
+    return Forward(host=host, port=port, request=_rewrite_request(request, host, port, found[2]))
 
 
 def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
@@ -120,7 +122,7 @@ def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
     """
     for value in _values(request, b"host"):
         text = value.decode("latin1")
-        found = AUTHORITY.fullmatch(text)
+        found = AUTHORITY_PATTERN.fullmatch(text)
         if found is None or (spelled(found[1]), int(found[2] or HTTP_PORT)) != (host, port):
             return (
                 f"the header Host, {text[:300]!r}, is not the host of the request's target: make them the"
@@ -129,14 +131,16 @@ def _host_fault(request: h11.Request, host: str, port: int) -> str | None:
     return None
 
 
-def _framing(request: h11.Request) -> list[bytes]:
+def _framing_headers(request: h11.Request) -> list[bytes]:
     return [name for name, _ in request.headers if name in (b"content-length", b"transfer-encoding")]
 
 
-def _rewritten(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
-    """The request as its server gets it: one on a connection that is closed after it."""
+def _rewrite_request(request: h11.Request, host: str, port: int, rest: str) -> h11.Request:
+    """The request as its server gets it, on a connection that is closed afterwards."""
     authority = host if port == HTTP_PORT else f"{host}:{port}"
-    chunked = [(b"Transfer-Encoding", b"chunked")] if b"transfer-encoding" in _framing(request) else []
+    chunked = (
+        [(b"Transfer-Encoding", b"chunked")] if b"transfer-encoding" in _framing_headers(request) else []
+    )
     headers = [(b"Host", authority.encode()), *end_to_end(request), *chunked, (b"Connection", b"close")]
     path = rest if rest.startswith("/") else f"/{rest}"
     return h11.Request(method=request.method, target=path.encode(), headers=headers)
@@ -149,8 +153,8 @@ def end_to_end(message: h11.Request | h11.Response) -> Headers:
     named = {
         name.strip().lower() for value in _values(message, b"connection") for name in value.split(b",")
     } - {b"content-length"}
-    dropped = OUR_OWN | named
-    # spelled as they came
+    dropped = HOP_HEADERS | named
+    # The names are spelled as they came.
     return tuple((name, value) for name, value in message.headers.raw_items() if name.lower() not in dropped)
 
 
@@ -158,17 +162,18 @@ def _values(message: h11.Request | h11.Response, header: bytes) -> list[bytes]:
     return [value for name, value in message.headers if name == header]
 
 
-def _malformed(text: str, *, status: int = 400) -> Denial:
-    return Denial(status=status, text=text)
+def _malformed_denial(text: str, *, status: int = 400) -> ProxyDenial:
+    return ProxyDenial(status=status, text=text)
 
 
 # ── forwarding ────────────────────────────────────────────────────────────────
 
-READ_BYTES = 64 << 10  # at once: a download is some hundred of them a second
-# of a request's or an answer's head: package indexes set a few headers, not kilobytes of them
+READ_BYTES = 64 << 10  # bytes of one read; a download needs some hundred of them a second
+# The most bytes of the head of a request or an answer. Package indexes set a few headers, not kilobytes of
+# them.
 HEAD_BYTES = 32 << 10
 
-Moved = Callable[[int, int], None]  # bytes sent to the world, bytes received of it
+CountBytes = Callable[[int, int], None]  # called with bytes sent to the server, and bytes received from it
 GONE = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
@@ -181,7 +186,7 @@ class Side:
     begun: bool = field(default=False, init=False)  # an answer of ours has begun, so no other can be given
 
     async def next(self) -> object:
-        """The next event of h11; raises its RemoteProtocolError and what streams raise."""
+        """Return the next event of h11. Raises h11's RemoteProtocolError and the errors of streams."""
         while True:
             event = self.http.next_event()
             if event is not h11.NEED_DATA:
@@ -195,8 +200,8 @@ class Side:
         await self.stream.send_all(self.http.send(event) or b"")
 
     def start_next_cycle(self) -> bool:
-        """Get ready for another request, where request and response were complete and both sides keep the
-        connection. Whether it is ready.
+        """Get ready for another request, if request and response were complete and both sides keep the
+        connection. Return whether it is ready.
         """
         if self.http.our_state is not h11.DONE or self.http.their_state is not h11.DONE:
             return False
@@ -209,20 +214,22 @@ def container_side(stream: HalfCloseableStream) -> Side:
     return Side(stream, h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES))
 
 
-async def hand_on(client: Side, world: HalfCloseableStream, request: h11.Request, moved: Moved) -> None:
-    """Forward a plain request to its server and the response back, each rewritten. What goes wrong before the
-    response is raised; afterwards it cuts the response.
+async def forward_request(
+    client: Side, world: HalfCloseableStream, request: h11.Request, moved: CountBytes
+) -> None:
+    """Forward a plain request to its server and the response back, each rewritten. An error before the
+    response is raised; a later one cuts the response.
     """
     server = Side(world, h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES))
     await server.send(request)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_send_body, client, server, moved)
         await _answer(client, server, moved)
-        # the answer came before the request was complete: the rest is not read
+        # If the answer came before the request was complete, the rest of the request is not read.
         nursery.cancel_scope.cancel()
 
 
-async def _send_body(client: Side, server: Side, moved: Moved) -> None:
+async def _send_body(client: Side, server: Side, moved: CountBytes) -> None:
     """Forward the request's body as it comes. A server that does not read it may still answer; a client that
     breaks off has left.
     """
@@ -241,7 +248,7 @@ async def _send_body(client: Side, server: Side, moved: Moved) -> None:
         return
 
 
-async def _answer(client: Side, server: Side, moved: Moved) -> None:
+async def _answer(client: Side, server: Side, moved: CountBytes) -> None:
     while True:
         event = await server.next()
         if isinstance(event, h11.Response):
@@ -259,7 +266,7 @@ async def _answer(client: Side, server: Side, moved: Moved) -> None:
             raise h11.RemoteProtocolError("the server closed the connection without an answer")
 
 
-async def tunnel(client: Side, world: HalfCloseableStream, moved: Moved) -> None:
+async def tunnel(client: Side, world: HalfCloseableStream, moved: CountBytes) -> None:
     """Forward bytes both ways until both directions have ended."""
     await client.next()  # the end of a request without a body
     await client.send(h11.Response(status_code=200, reason=b"Connection established", headers=[]))
@@ -268,17 +275,21 @@ async def tunnel(client: Side, world: HalfCloseableStream, moved: Moved) -> None
         moved(len(early), 0)
         await world.send_all(early)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_pour, client.stream, world, lambda count: moved(count, 0), nursery.cancel_scope)
-        nursery.start_soon(_pour, world, client.stream, lambda count: moved(0, count), nursery.cancel_scope)
+        nursery.start_soon(
+            _forward_bytes, client.stream, world, lambda count: moved(count, 0), nursery.cancel_scope
+        )
+        nursery.start_soon(
+            _forward_bytes, world, client.stream, lambda count: moved(0, count), nursery.cancel_scope
+        )
 
 
-async def _pour(
+async def _forward_bytes(
     source: HalfCloseableStream,
     target: HalfCloseableStream,
     moved: Callable[[int], None],
     both: trio.CancelScope,
 ) -> None:
-    """Forward one direction to its end, which the other may outlive. A connection that breaks ends both."""
+    """Forward one direction to its end; the other may last longer. A connection that breaks ends both."""
     try:
         while data := await source.receive_some(READ_BYTES):
             moved(len(data))
@@ -290,10 +301,10 @@ async def _pour(
 
 # ── dialling ──────────────────────────────────────────────────────────────────
 
-LOOKUPS = 64  # at once, of all sessions: each is a thread that waits
-RESOLVE_S = 10.0  # a resolver asks its servers for 5 s each, and most have two
-CONNECT_S = 10.0  # for one address: a lost SYN is sent again after 1, 3 and 7 s
-ADDRESSES = 4  # tried of one name: the first two of each family are enough to get round one that is down
+MAX_LOOKUPS = 64  # concurrent lookups of all sessions; each is a thread that waits
+RESOLVE_S = 10.0  # a resolver asks each of its servers for 5 s, and most have two
+CONNECT_S = 10.0  # seconds for one address: a lost SYN is sent again after 1, 3 and 7 s
+MAX_ADDRESSES = 4  # addresses that are tried of one name: enough to avoid one that is down
 
 _log = logging.getLogger(__name__)
 
@@ -307,7 +318,7 @@ class Resolver:
     limiter: trio.CapacityLimiter
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
-        """A name's addresses in the order to try them."""
+        """Look up a name's addresses, in the order in which to try them."""
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         found = await trio.to_thread.run_sync(look_up, limiter=self.limiter, abandon_on_cancel=True)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
@@ -327,7 +338,7 @@ async def connect(address: str, port: int) -> HalfCloseableStream:
 def is_own(address: str) -> bool:
     """Whether an address is this machine's own: services may trust connections from it. No packet is sent."""
     family, nobodys = (socket.AF_INET6, "2001:db8::1") if ":" in address else (socket.AF_INET, "192.0.2.1")
-    # this machine lets programs take any address (ip_nonlocal_bind), so that proves nothing
+    # If this machine lets programs bind any address (ip_nonlocal_bind), a successful bind proves nothing.
     if _can_be_bound(nobodys, family):
         return _is_its_own_source(address, family)
     return _can_be_bound(address, family)
@@ -355,46 +366,50 @@ class World:
     """Name lookups and outgoing connections, one instance per node; tests replace it."""
 
     resolve: Callable[[str, int], Awaitable[Sequence[str]]] = field(
-        factory=lambda: Resolver(trio.CapacityLimiter(LOOKUPS))
+        factory=lambda: Resolver(trio.CapacityLimiter(MAX_LOOKUPS))
     )
     connect: Callable[[str, int], Awaitable[HalfCloseableStream]] = connect
     is_own: Callable[[str], bool] = is_own
 
 
-async def dial(host: str, port: int, rules: EgressRules, world: World) -> HalfCloseableStream | Denial:
+async def dial_name(
+    host: str, port: int, rules: EgressRules, world: World
+) -> HalfCloseableStream | ProxyDenial:
     """Connect to an allowed name, or deny with the reason."""
     addresses = await _addresses(host, port, world)
-    if isinstance(addresses, Denial):
+    if isinstance(addresses, ProxyDenial):
         return addresses
     reasons = {address: _refusal(address, rules, world) for address in addresses}
     allowed = [address for address, reason in reasons.items() if reason is None]
     if not allowed:
         reason = next(iter(reasons.values()), None) or "it has no address"
-        return Denial(status=403, text=f"{host} is not connected to: {reason}", host=host)
-    for address in allowed[:ADDRESSES]:
+        return ProxyDenial(status=403, text=f"{host} is not connected to: {reason}", host=host)
+    for address in allowed[:MAX_ADDRESSES]:
         stream = await _connected(address, port, world)
         if stream is not None:
             return stream
-    return Denial(
+    return ProxyDenial(
         status=504,
-        text=f"{host} port {port} does not answer; {len(allowed[:ADDRESSES])} of its addresses were tried",
+        text=(
+            f"{host} port {port} does not answer; {len(allowed[:MAX_ADDRESSES])} of its addresses were tried"
+        ),
         host=host,
     )
 
 
-async def _addresses(host: str, port: int, world: World) -> Sequence[str] | Denial:
+async def _addresses(host: str, port: int, world: World) -> Sequence[str] | ProxyDenial:
     with trio.move_on_after(RESOLVE_S):
         try:
             return await world.resolve(host, port)
         except OSError as error:  # socket.gaierror is one
-            return Denial(
+            return ProxyDenial(
                 status=502, text=f"{host} could not be looked up: {error.strerror or error}", host=host
             )
         except UnicodeError:
-            return Denial(
+            return ProxyDenial(
                 status=502, text=f"{host} could not be looked up: it is no name of the DNS", host=host
             )
-    return Denial(status=504, text=f"{host} could not be looked up within {RESOLVE_S:g} s", host=host)
+    return ProxyDenial(status=504, text=f"{host} could not be looked up within {RESOLVE_S:g} s", host=host)
 
 
 def _refusal(address: str, rules: EgressRules, world: World) -> str | None:

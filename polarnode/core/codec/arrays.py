@@ -14,12 +14,12 @@ from math import inf, isfinite, nan
 from typing import Any, Final, Literal, TypeVar
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
-from polarnode.core.codec.json import JsonWriter, Mismatch, layout
+from polarnode.core.codec.json import JsonWriter, ValueMismatch, layout
 from polarnode.core.conversation import Json
 
 A = TypeVar("A")
 Arrays = Literal["json", "base64"]
-# null: written by nodes before the words existed
+# Nodes wrote null before the words existed.
 WORDS: Final[Mapping[str | None, float]] = {"NaN": nan, "Infinity": inf, "-Infinity": -inf, None: nan}
 Encode = Callable[["array[Any] | bytes"], Json]
 EXPERTS_SHAPE: Final = layout(RoutedExperts, without=("data",))
@@ -35,7 +35,7 @@ def encoder(arrays: Arrays) -> Encode:
 
 def _as_list(value: "array[Any] | bytes") -> Json:
     numbers = list(value)
-    # the sum costs a tenth of writing the numbers
+    # The sum costs a tenth of writing the numbers.
     if isinstance(value, array) and value.typecode == "f" and not isfinite(sum(numbers)):
         return [part if isfinite(part) else _word(part) for part in numbers]
     return numbers
@@ -75,34 +75,34 @@ def read_mask(value: Any, _: object = None) -> bytes:
     return _read(value, bytes, "a list of 0 and 1 or base64 of them")
 
 
-def read_shorts(value: Any, _: object = None) -> bytes:
+def read_int16_bytes(value: Any, _: object = None) -> bytes:
     """Read an int16 array from a list or base64, as bytes. Raises Mismatch for anything else."""
     return _read(value, lambda numbers: array("h", numbers).tobytes(), "a list of int16 or base64 of them")
 
 
 def _read(value: Any, make: Callable[[Any], A], expected: str) -> A:
     if not isinstance(value, str | list):
-        raise Mismatch(f"must be {expected}")
+        raise ValueMismatch(f"must be {expected}")
     try:
         return make(b64decode(value, validate=True) if isinstance(value, str) else value)
     except (Base64Error, ValueError, TypeError, OverflowError) as error:
-        raise Mismatch(f"must be {expected}: {error}") from None
+        raise ValueMismatch(f"must be {expected}: {error}") from None
 
 
-def check_top(found: TopLogprobs) -> TopLogprobs:
+def check_top_logprobs(found: TopLogprobs) -> TopLogprobs:
     """Raise Mismatch when the arrays do not have their shape."""
     if found.k < 1 or len(found.ids) % found.k or len(found.ids) != len(found.logprobs):
-        raise Mismatch(
+        raise ValueMismatch(
             f"has {len(found.ids)} ids and {len(found.logprobs)} logprobs: it must have {found.k} of each"
             " a row"
         )
     return found
 
 
-def check_routed(found: RoutedExperts) -> RoutedExperts:
+def check_routed_experts(found: RoutedExperts) -> RoutedExperts:
     """Raise Mismatch when the array does not have its shape."""
     if found.width < 1 or len(found.data) % found.width or found.start < 0:
-        raise Mismatch(
+        raise ValueMismatch(
             f"has {len(found.data)} bytes from {found.start} on: it must have {found.width} a position"
         )
     return found

@@ -2,9 +2,9 @@
 of the field.
 
 Reading is strict: "5" is not a number and 5 is not a text, because a wrong guess would train on wrong data. A
-hook returns the value or raises `Mismatch` with a predicate ("must be a string, not a number"); `structure`
-adds the path. Only a client's mistake becomes `Refused`: a type that cannot be structured, or any other error
-in a hook, is a bug and is raised unchanged.
+hook returns the value or raises `ValueMismatch` with a predicate ("must be a string, not a number");
+`structure` adds the path. Only a client's mistake becomes `Refused`: a type that cannot be structured, or
+any other error in a hook, is a bug and is raised unchanged.
 """
 
 import re
@@ -39,7 +39,7 @@ KIND_WORDS = {
 }
 
 
-def _origin(shape: Any) -> Any:
+def _generic_origin(shape: Any) -> Any:
     """`get_origin`, whose stub says ParamSpec for special forms."""
     return get_origin(shape)
 
@@ -55,10 +55,10 @@ _KINDS: dict[type, str] = {
 }
 
 
-NAME_CHARS = 80  # characters of a client's text that a refusal shows: a name may be as long as its body
+NAME_CHARS = 80  # characters of a client's text that a refusal shows; a name may be as long as its body
 
 
-class Mismatch(Refused):
+class ValueMismatch(Refused):
     """A value that does not fit. The text is a predicate without its subject."""
 
 
@@ -83,8 +83,8 @@ def kind_of(value: object) -> str:
     raise TypeError(f"not a JSON value: {type(value).__name__}")
 
 
-def misfit(expected: str, value: object) -> Mismatch:
-    return Mismatch(f"must be {expected}, not {KIND_WORDS[kind_of(value)]}")
+def misfit(expected: str, value: object) -> ValueMismatch:
+    return ValueMismatch(f"must be {expected}, not {KIND_WORDS[kind_of(value)]}")
 
 
 # ── one hook a kind ───────────────────────────────────────────────────────────
@@ -96,7 +96,7 @@ def _string(value: Any, _: Any) -> str:
     return value
 
 
-def _boolean(value: Any, _: Any) -> bool:
+def _read_boolean(value: Any, _: Any) -> bool:
     if not isinstance(value, bool):
         raise misfit("true or false", value)
     return value
@@ -106,11 +106,11 @@ def _whole(value: Any, _: Any) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # JavaScript has one kind of number, and writes 1e3 for 1000
     if isinstance(value, float):
-        raise Mismatch(f"must be a whole number, not {value}")
+        raise ValueMismatch(f"must be a whole number, not {value}")
     if isinstance(value, bool) or not isinstance(value, int):
         raise misfit("a whole number", value)
-    if not -(2**63) <= value < 2**63:  # what journals and engines hold
-        raise Mismatch("must be a whole number of at most 64 bits")
+    if not -(2**63) <= value < 2**63:  # journals and engines hold 64 bits
+        raise ValueMismatch("must be a whole number of at most 64 bits")
     return value
 
 
@@ -119,8 +119,8 @@ def _number(value: Any, _: Any) -> float:
         raise misfit("a number", value)
     try:
         return float(value)
-    except OverflowError:  # an integer of hundreds of digits, which TOML and YAML have
-        raise Mismatch("must be a number of at most 64 bits") from None
+    except OverflowError:  # TOML and YAML allow an integer of hundreds of digits
+        raise ValueMismatch("must be a number of at most 64 bits") from None
 
 
 def _nothing(value: Any, _: Any) -> None:
@@ -128,7 +128,7 @@ def _nothing(value: Any, _: Any) -> None:
         raise misfit("null", value)
 
 
-def _as_is(value: Any, _: Any) -> Any:
+def _read_anything(value: Any, _: Any) -> Any:
     return value
 
 
@@ -142,7 +142,7 @@ def _literal_hook(shape: Any) -> Hook:
         shown = (
             f"{value!r:.{NAME_CHARS}}" if isinstance(value, str | int | float) else KIND_WORDS[kind_of(value)]
         )
-        raise Mismatch(f"must be {_listed(options)}, not {shown}")
+        raise ValueMismatch(f"must be {_listed(options)}, not {shown}")
 
     return structure_literal
 
@@ -159,12 +159,12 @@ def _listed(options: Sequence[object]) -> str:
 def _sequence_hook(shape: Any, converter: Converter) -> Hook:
     inner = get_args(shape)[0]
     hook = converter.get_structure_hook(inner)
-    make: Callable[[list[Any]], Any] = tuple if _origin(shape) is tuple else list
+    make: Callable[[list[Any]], Any] = tuple if _generic_origin(shape) is tuple else list
 
     def structure_sequence(value: Any, _: Any) -> Any:
         if not isinstance(value, list):
             raise misfit("a list", value)
-        if hook is _as_is:
+        if hook is _read_anything:
             return make(value)
         return make(_each(enumerate(value), hook, inner, shape))
 
@@ -178,7 +178,7 @@ def _mapping_hook(shape: Any, converter: Converter) -> Hook:
     def structure_mapping(value: Any, _: Any) -> Any:
         if not isinstance(value, dict):
             raise misfit("an object", value)
-        if hook is _as_is:
+        if hook is _read_anything:
             return dict(value)
         return dict(zip(value, _each(value.items(), hook, inner, shape), strict=True))
 
@@ -231,12 +231,12 @@ def class_hook(cls: Any, converter: Converter, hooks: Mapping[str, Hook] | None 
             value = {name: value}
         if not isinstance(value, dict):
             raise misfit(f"{shorter}an object", value)
-        return hook(_flat(value, groups) if groups else value, shape)
+        return hook(_flatten_groups(value, groups) if groups else value, shape)
 
     return structure_class
 
 
-def _flat(value: dict[str, Any], groups: tuple[str, ...]) -> dict[str, Any]:
+def _flatten_groups(value: dict[str, Any], groups: tuple[str, ...]) -> dict[str, Any]:
     """Flatten the objects `groups`: their fields stand beside the others, under dotted keys."""
     flat = dict(value)
     for group in groups:
@@ -253,7 +253,7 @@ def _flat(value: dict[str, Any], groups: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _kinds(shape: Any) -> frozenset[str]:
-    if _origin(shape) is Literal:
+    if _generic_origin(shape) is Literal:
         return frozenset(kind_of(option) for option in get_args(shape))
     simple = {
         type(None): "null",
@@ -265,7 +265,7 @@ def _kinds(shape: Any) -> frozenset[str]:
     }
     if shape in simple:
         return frozenset({simple[shape]})
-    if shape is bytes or _origin(shape) is Annotated:  # packed numbers: a list, or base64
+    if shape is bytes or _generic_origin(shape) is Annotated:  # packed numbers are a list or base64
         return frozenset({"array", "string"})
     return frozenset({"array" if _is_sequence(shape) else "object"})
 
@@ -273,7 +273,7 @@ def _kinds(shape: Any) -> frozenset[str]:
 def _union_hook(shape: Any, converter: Converter) -> Hook:
     members = [(member, _kinds(member), converter.get_structure_hook(member)) for member in get_args(shape)]
     classes = [member for member in get_args(shape) if attrs.has(member)]
-    tags = _tags(classes)
+    tags = _shared_tag(classes)
     expected = " or ".join(
         KIND_WORDS[kind] for kind in KIND_WORDS if any(kind in kinds for _, kinds, _ in members)
     )
@@ -286,7 +286,7 @@ def _union_hook(shape: Any, converter: Converter) -> Hook:
         if not fitting:
             raise misfit(expected, value)
         if kind == "object" and tags is not None:
-            chosen = by_tag(value, *tags)
+            chosen = class_by_tag(value, *tags)
             return converter.get_structure_hook(chosen)(value, chosen)
         if len(fitting) == 1:
             member, hook = fitting[0]
@@ -306,12 +306,12 @@ def _first_fit(value: Any, fitting: Sequence[tuple[Any, Hook]]) -> Any:
     return hook(value, member)
 
 
-def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
+def _shared_tag(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
     """The Literal field that all classes share (`type`, `role` …), and the class of each of its values."""
     if len(classes) < 2:
         return None
     shared = [
-        {a.alias: get_args(a.type) for a in attrs.fields(cls) if _origin(a.type) is Literal}
+        {a.alias: get_args(a.type) for a in attrs.fields(cls) if _generic_origin(a.type) is Literal}
         for cls in classes
     ]
     for tag in shared[0]:
@@ -322,13 +322,13 @@ def _tags(classes: Sequence[Any]) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
+def class_by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
     """The class that the field `tag` of an object names. Raises Mismatch when it names none."""
     name = value.get(tag)
     if isinstance(name, str) and name in classes:
         return classes[name]
     options = _listed(sorted(classes))
-    raise Mismatch(
+    raise ValueMismatch(
         f"needs {tag!r}: {options}"
         if name is None
         else f"has an unknown {tag!r}: it must be {options}, not {name!r:.{NAME_CHARS}}"
@@ -339,17 +339,17 @@ def by_tag(value: dict[str, Any], tag: str, classes: Mapping[str, Any]) -> Any:
 
 
 def _is_union(shape: Any) -> bool:
-    return _origin(shape) in (Union, types.UnionType)
+    return _generic_origin(shape) in (Union, types.UnionType)
 
 
 def _is_sequence(shape: Any) -> bool:
-    origin = _origin(shape)
+    origin = _generic_origin(shape)
     inner = get_args(shape)
     return origin in (list, Sequence) or (origin is tuple and inner[1:] == (...,))
 
 
 def _is_mapping(shape: Any) -> bool:
-    return _origin(shape) in (dict, Mapping)
+    return _generic_origin(shape) in (dict, Mapping)
 
 
 def _is_anything(shape: Any) -> bool:
@@ -365,18 +365,18 @@ def make_converter(*, forbid_extra: bool, hooks: Mapping[Any, Hook] | None = Non
     converter = Converter(forbid_extra_keys=forbid_extra, detailed_validation=True, use_alias=True)
     for shape, hook in (
         (str, _string),
-        (bool, _boolean),
+        (bool, _read_boolean),
         (int, _whole),
         (float, _number),
         (type(None), _nothing),
     ):
         converter.register_structure_hook(shape, hook)
     converter.register_structure_hook_factory(attrs.has, lambda shape: class_hook(shape, converter))
-    converter.register_structure_hook_factory(lambda shape: _origin(shape) is Literal, _literal_hook)
+    converter.register_structure_hook_factory(lambda shape: _generic_origin(shape) is Literal, _literal_hook)
     converter.register_structure_hook_factory(_is_sequence, lambda shape: _sequence_hook(shape, converter))
     converter.register_structure_hook_factory(_is_mapping, lambda shape: _mapping_hook(shape, converter))
     converter.register_structure_hook_factory(_is_union, lambda shape: _union_hook(shape, converter))
-    converter.register_structure_hook_func(_is_anything, _as_is)
+    converter.register_structure_hook_func(_is_anything, _read_anything)
     own: Mapping[Any, Hook] = hooks or {}
     for kind, reader in own.items():
         if isinstance(kind, type):
@@ -392,7 +392,7 @@ T = TypeVar("T")
 
 # Two, because forbidding is a property of a converter: the node's own API refuses unknown fields, a
 # provider's API ignores them, as the provider does.
-CONVERTERS = {forbid: make_converter(forbid_extra=forbid) for forbid in (False, True)}
+JSON_CONVERTERS = {forbid: make_converter(forbid_extra=forbid) for forbid in (False, True)}
 
 
 def read_json(body: bytes) -> Json:
@@ -417,15 +417,15 @@ def dump_json(value: Json) -> bytes:
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
-        # a harness's log may contain them, and must not make a trajectory unreadable
+        # A harness's log may contain such values, and must not make a trajectory unreadable.
         return orjson.dumps(_writable(value, WRITTEN))
 
 
-# orjson writes 254. Values are bounded far below it where they enter (`limits.DEPTH`), but older journals may
-# hold deeper ones.
+# orjson writes 254 levels. Values are bounded far below that where they enter (`limits.DEPTH`), but older
+# journals may hold deeper ones.
 WRITTEN = 240
 TOO_DEEP = "nested too deeply to be written"
-DIGITS_BITS = 14_000  # of an integer that Python writes in digits: it refuses more than 4300 of them
+MAX_DECIMAL_BITS = 14_000  # Python refuses to write an integer of more than 4300 digits.
 
 
 def _writable(value: Json, levels: int) -> Json:
@@ -439,7 +439,7 @@ def _writable(value: Json, levels: int) -> Json:
         case dict():
             return {str(_writable(key, levels)): _writable(part, levels - 1) for key, part in value.items()}
         case int() if not -(2**63) <= value < 2**64:
-            return str(value) if value.bit_length() < DIGITS_BITS else hex(value)
+            return str(value) if value.bit_length() < MAX_DECIMAL_BITS else hex(value)
     return value
 
 
@@ -479,7 +479,7 @@ class JsonWriter:
 
     def __call__(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _AS_IS:
+        if kind in _PLAIN_TYPES:
             return value
         if (special := self.special.get(kind)) is not None:
             return special(value)
@@ -494,7 +494,7 @@ class JsonWriter:
         found: dict[str, Any] = {}
         for name, group, key in _whole_layout(type(value)) if fields is None else fields:
             part = getattr(value, name)
-            if type(part) not in _AS_IS:
+            if type(part) not in _PLAIN_TYPES:
                 part = self(part)
             if group:
                 found.setdefault(group, {})[key] = part
@@ -503,7 +503,7 @@ class JsonWriter:
         return found
 
 
-_AS_IS = frozenset({str, int, float, bool, type(None)})
+_PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 plain = JsonWriter()  # for values without arrays
 
 
@@ -518,8 +518,9 @@ def structure(
     the order in which they are written. Unknown fields are ignored; with `forbid_extra` they are refused, and
     the message names the nearest known field. `converter` reads types without a JSON form of their own.
     """
-    converter = converter or CONVERTERS[forbid_extra]
-    hook = converter.get_structure_hook(cls)  # before the try: a shape that cannot be read is a bug here
+    converter = converter or JSON_CONVERTERS[forbid_extra]
+    # This is before the try, because a shape that cannot be read is a bug of the caller.
+    hook = converter.get_structure_hook(cls)
     try:
         found: T = hook(value, cls)
     except (BaseValidationError, Refused) as error:
@@ -546,7 +547,7 @@ def _refusal(error: Exception, path: str) -> Refused:
         return _refusal(inner, path + _step(inner, error.cl))
     if isinstance(error, ForbiddenExtraKeysError):
         return _unknown(error, path)
-    if isinstance(error, Mismatch):
+    if isinstance(error, ValueMismatch):
         return Refused(f"{subject(path)} {error}", path=path)
     if isinstance(error, Refused):
         return Refused(str(error), path=path + (error.path or "$")[1:])
@@ -561,15 +562,15 @@ def _first(group: BaseValidationError) -> Exception:
 
 def _step(error: Exception, cls: Any) -> str:
     """The path from a container to the part that failed; empty when the container itself failed."""
-    for note in reversed(getattr(error, "__notes__", [])):  # the innermost container noted last
+    for note in reversed(getattr(error, "__notes__", [])):  # the innermost container added the last note
         if isinstance(note, IterableValidationNote):
             return child("", note.index)
         if hasattr(note, "name"):
-            return _path_of(_key(cls, note.name))
+            return _key_path(_key(cls, note.name))
     return ""
 
 
-def _path_of(key: str) -> str:
+def _key_path(key: str) -> str:
     """The path of a key set by `json_key`, which may be in an object of its own."""
     return "".join(child("", part) for part in key.split("."))
 
@@ -587,7 +588,7 @@ def _key(cls: Any, name: str) -> str:
 
 
 def _missing(error: KeyError, path: str) -> Refused:
-    where = path + _path_of(str(error.args[0]))
+    where = path + _key_path(str(error.args[0]))
     return Refused(f"{subject(where)} is missing: it is required", path=where)
 
 

@@ -2,7 +2,7 @@
 
 A value that passes can be written wherever it may stand later: in an event, a trajectory, an export, a task.
 Pure, and without recursion, because the value may be built to break a reader. Use `value_fault` where a task,
-an evaluator or a capture brings a value of its own; `nested_deeper` where only the depth matters.
+an evaluator or a capture brings a value of its own; `exceeds_depth` where only the depth matters.
 """
 
 import ipaddress
@@ -21,57 +21,59 @@ from polarnode.core.errors import Refused
 # ── numbers ───────────────────────────────────────────────────────────────────
 
 COUNT: Final = 2**31 - 1  # counts and ranks have 32 bits in the engine; a larger one crashes it
-# of a repetition penalty: the engine divides logits by it in float32. At a hundredth they stay under 1e5 and
-# their softmax is exact; a smaller one makes logprobs that are no numbers
-REPETITION: Final[tuple[float, float]] = (0.01, 2)
+# The engine divides logits by the repetition penalty in float32. At a hundredth they stay under 1e5 and their
+# softmax is exact; a smaller penalty makes logprobs that are not numbers.
+REPETITION_RANGE: Final[tuple[float, float]] = (0.01, 2)
 SEED: Final = 2**63 - 1025  # 64 bits in the engine, with room for one more seed of each choice
 STOPS: Final = 64  # each is searched for in every chunk of an answer; OpenAI allows four, Google sixteen
-# characters; so much of an answer is held back from its stream while it may become a stop string
-STOP_CHARS: Final = 1000
-SECONDS: Final = 30 * 86_400.0  # 30 days: longer than any session, and what every clock of ours can add up
-CPUS: Final = (0.01, 4096.0)  # the kernel's least share is 1 ms of each 100; no machine has more
-MEBIBYTES: Final = 16 << 20  # 16 TiB of memory or disk: no machine gives one session more
+# In characters. So much of an answer is held back from its stream while it may become a stop string.
+MAX_STOP_CHARS: Final = 1000
+SECONDS: Final = 30 * 86_400.0  # 30 days: longer than any session, and every clock here can add it up
+CPUS: Final = (0.01, 4096.0)  # the kernel's smallest share is 1 ms of each 100; no machine has more CPUs
+MAX_MEBIBYTES: Final = 16 << 20  # 16 TiB of memory or disk: no machine gives one session more
 PIDS: Final = 1 << 22  # Linux's PID_MAX_LIMIT
-# trainers hold rewards as 32-bit floats, and an advantage squares them: beyond 1.8e19 that is infinite
+# Trainers hold rewards as 32-bit floats, and an advantage squares them: beyond 1.8e19 the square is infinite.
 REWARD: Final = 1e18
-REASON_CHARS: Final = 8000  # of the reason that ends a capture: four ends of a log
+REASON_CHARS: Final = 8000  # The reason that ends a capture may be as long as the ends of four logs.
 
 # ── values ────────────────────────────────────────────────────────────────────
 
 # Lists and objects inside each other. orjson writes 254, an event nests a value some ten deeper, and real
 # values have about ten.
 DEPTH: Final = 100
-BODY_DEPTH: Final = DEPTH + 10  # of a whole body: its fields that hold a free value are a few levels deep
+MAX_BODY_DEPTH: Final = DEPTH + 10  # a body's fields that hold a free value are a few levels deep
 
 
 @frozen(kw_only=True)
 class ValueLimits:
     """How deep and how large one value may be: `size` in bytes of JSON, `count` of values inside it."""
 
-    # metadata and metrics are in every event of a session, and 4096 sessions of a task may have them
+    # Metadata and metrics are in every event of a session, and 4096 sessions of a task may have them.
     size: int = 1 << 20
-    # a walk over so many takes a tenth of a second of the event loop
+    # A walk over so many values takes a tenth of a second of the event loop.
     count: int = 100_000
     depth: int = DEPTH
 
 
-FREE: Final = ValueLimits()  # metadata, metrics, settings
-# an evaluator's config carries the files of its tests: as much as the control plane takes in one request
+FREE: Final = ValueLimits()  # for metadata, metrics and settings
+# An evaluator's config carries the files of its tests, so it may be as large as a request that the control
+# plane takes.
 CONFIG: Final = ValueLimits(size=64 << 20)
 
-REMEDIES: Final = "put large data into a file of the runtime or its image"
+SIZE_REMEDY: Final = "put large data into a file of the runtime or its image"
 
 # Values of a whole body: ten times what a free value may have. Parsing and checking so many holds the event
 # loop for half a second; the 20 million that fit into 64 MiB took 2 GB, and all sessions waited for 30 s.
-BODY_VALUES: Final = 1_000_000
+MAX_BODY_VALUES: Final = 1_000_000
 # A text of JSON, or the rest of the body where it has no end.
 _TEXT: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_MARKS: Final = (b",", b"[", b"{")  # outside of texts: each value has at least one before it
+_MARKS: Final = (b",", b"[", b"{")  # each value has at least one of these before it, outside of texts
 
 
-def values_exceed(body: bytes, most: int = BODY_VALUES) -> bool:
+def exceeds_values(body: bytes, most: int = MAX_BODY_VALUES) -> bool:
     """Whether a body of JSON has more than `most` values, found before it is parsed. Free for a small one."""
-    if sum(map(body.count, _MARKS)) <= most:  # those in texts too, which files of tests are full of
+    # This also counts the marks in texts, of which files of tests have many.
+    if sum(map(body.count, _MARKS)) <= most:
         return False
     count = end = 0
     for text in _TEXT.finditer(body):
@@ -82,7 +84,7 @@ def values_exceed(body: bytes, most: int = BODY_VALUES) -> bool:
     return count + sum(body.count(mark, end) for mark in _MARKS) > most
 
 
-def nested_deeper(value: object, limit: int = DEPTH) -> bool:
+def exceeds_depth(value: object, limit: int = DEPTH) -> bool:
     """Whether more than `limit` lists and objects are inside each other. `value` is what a JSON reader
     returned: 60 ns for each list and object, whatever its shape.
     """
@@ -134,7 +136,7 @@ def value_fault(value: object, path: str, limits: ValueLimits = FREE) -> Refused
 def _too_large(path: str, limits: ValueLimits, size: int) -> Refused:
     many = f"has more than {limits.count:,} values" if size <= limits.size else ""
     large = many or f"is larger than {limits.size >> 20} MiB as JSON"
-    return Refused(f"{subject(path)} {large}: {REMEDIES}", path=path)
+    return Refused(f"{subject(path)} {large}: {SIZE_REMEDY}", path=path)
 
 
 def _part_fault(part: object) -> str | None:
@@ -143,7 +145,9 @@ def _part_fault(part: object) -> str | None:
         case None | bool() | list():
             return None
         case str():
-            return None if _valid(part) else "is no valid Unicode (half of a surrogate pair): replace that"
+            return (
+                None if _is_unicode(part) else "is no valid Unicode (half of a surrogate pair): replace that"
+            )
         case int():
             fits = -(2**63) <= part < 2**64
             return None if fits else "is a whole number beyond 64 bits: write it as a string"
@@ -160,12 +164,12 @@ def _key_fault(keys: Iterable[object]) -> str | None:
     for key in keys:
         if not isinstance(key, str):
             return f"has the key {key!r:.80}, which is no string: quote it"
-        if not _valid(key):
+        if not _is_unicode(key):
             return "has a key that is no valid Unicode (half of a surrogate pair): replace that"
     return None
 
 
-def _valid(text: str) -> bool:
+def _is_unicode(text: str) -> bool:
     if text.isascii():
         return True
     try:
@@ -185,7 +189,7 @@ def _size(part: object) -> int:
     return 2
 
 
-SHOWN: Final = 4  # steps of a path in a sentence: enough to find the part, however deep it is
+SHOWN: Final = 4  # steps of a path that a sentence shows: enough to find the part, however deep it is
 
 
 def _written(where: Path | None) -> str:
@@ -200,18 +204,22 @@ def _written(where: Path | None) -> str:
 
 
 def check_nesting(value: object) -> None:
-    """Raise Refused, with the path of the part, for a body with more than BODY_DEPTH lists and objects inside
-    each other. What reads the body further may then be recursive.
+    """Raise Refused, with the path of the part, for a body with more than MAX_BODY_DEPTH lists and objects
+    inside each other. What reads the body further may then be recursive.
     """
-    if nested_deeper(value, BODY_DEPTH):
-        fault = value_fault(value, "$", ValueLimits(size=sys.maxsize, count=sys.maxsize, depth=BODY_DEPTH))
-        raise fault or Refused(f"the body is nested more than {BODY_DEPTH} levels deep: flatten it", path="$")
+    if exceeds_depth(value, MAX_BODY_DEPTH):
+        fault = value_fault(
+            value, "$", ValueLimits(size=sys.maxsize, count=sys.maxsize, depth=MAX_BODY_DEPTH)
+        )
+        raise fault or Refused(
+            f"the body is nested more than {MAX_BODY_DEPTH} levels deep: flatten it", path="$"
+        )
 
 
 def check_body_size(body: bytes) -> None:
     """Raise Refused for a body with more values than may be parsed at once."""
-    if values_exceed(body):
-        raise Refused(f"the body has more than {BODY_VALUES:,} values: {REMEDIES}", path="$")
+    if exceeds_values(body):
+        raise Refused(f"the body has more than {MAX_BODY_VALUES:,} values: {SIZE_REMEDY}", path="$")
 
 
 def check_value(value: object, path: str, limits: ValueLimits = FREE) -> None:
@@ -223,18 +231,18 @@ def check_value(value: object, path: str, limits: ValueLimits = FREE) -> None:
 
 # ── addresses ─────────────────────────────────────────────────────────────────
 
-URL_CHARS: Final = 2048  # longer ones do not get through proxies either
-PRINTABLE: Final = re.compile(r"[\x21-\x7e]+")
+MAX_URL_CHARS: Final = 2048  # longer URLs do not get through proxies either
+URL_CHARS_PATTERN: Final = re.compile(r"[\x21-\x7e]+")
 HEADER: Final = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-# a name of DNS, which has at most 253 characters and may end in a dot, or an IPv4 address
+# This is a DNS name, which has at most 253 characters and may end in a dot, or an IPv4 address.
 HOST: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}[A-Za-z0-9_.])?")
 
 
 def url_fault(text: str) -> str | None:
     """Why a text is not the address of an HTTP server, as a predicate; None when it is."""
-    if len(text) > URL_CHARS:
-        return f"must be at most {URL_CHARS} characters long, not {len(text)}"
-    if not PRINTABLE.fullmatch(text) or "\\" in text:
+    if len(text) > MAX_URL_CHARS:
+        return f"must be at most {MAX_URL_CHARS} characters long, not {len(text)}"
+    if not URL_CHARS_PATTERN.fullmatch(text) or "\\" in text:
         return (
             "has a space, a control character, a backslash or a letter outside ASCII: write it as %20 and the"
             " like, and a host's name as xn--..."
@@ -278,7 +286,7 @@ def address(text: str) -> SplitResult:
     """The parts of an address; all empty when it is not one."""
     try:
         return urlsplit(text)
-    except ValueError:  # brackets that do not match
+    except ValueError:  # the brackets do not match
         return urlsplit("")
 
 
@@ -295,10 +303,10 @@ def is_loopback(host: str) -> bool:
 # ── labels ────────────────────────────────────────────────────────────
 
 
-MAX_LABELS: Final = 32  # of a node: they are in each of its reports, one every 2 s
-LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")  # as Kubernetes has them, with a prefix too
+MAX_LABELS: Final = 32  # a node sends its labels in each of its reports, one every 2 s
+LABEL_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")  # as in Kubernetes, prefix included
 NAMED: Final = "needs a name of 1 to 63 letters, digits, '.', '_', '/' or '-', beginning with no sign"
-LABEL_VALUE: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,256}")  # a model's name is one too
+LABEL_VALUE_PATTERN: Final = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,256}")  # a model's name must fit too
 
 
 def label_faults(labels: Mapping[str, str], path: str) -> Iterator[tuple[str, str]]:
@@ -306,7 +314,7 @@ def label_faults(labels: Mapping[str, str], path: str) -> Iterator[tuple[str, st
     if len(labels) > MAX_LABELS:
         yield path, f"must be at most {MAX_LABELS} labels, not {len(labels)}"
     for name, value in labels.items():
-        if LABEL.fullmatch(name) is None:
+        if LABEL_PATTERN.fullmatch(name) is None:
             yield child(path, name), NAMED
-        if LABEL_VALUE.fullmatch(value) is None:
+        if LABEL_VALUE_PATTERN.fullmatch(value) is None:
             yield child(path, name), "must be 1 to 256 printable characters"

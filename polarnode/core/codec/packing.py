@@ -27,23 +27,23 @@ from polarnode.core.trajectory import (
     Trajectory,
     Turn,
     TurnSpan,
+    join_routed_experts,
+    join_top_logprobs,
     line_of,
-    routed_of_turns,
     sequence,
-    top_of_turns,
     trained_of,
     with_published_roles,
     without_damaged,
 )
 
-FORMAT = b"\x01"
+PACKED_FORMAT = b"\x01"
 
 
 def pack_turn(turn: Turn) -> bytes:
     """Pack a turn: 8 bytes for each sampled token, 4 for each prompt token, the token extras, and a few
     hundred bytes for the rest.
     """
-    return _pack(_compact(turn))
+    return _pack(_compact_value(turn))
 
 
 def unpack_turn(packed: bytes) -> Turn:
@@ -55,7 +55,7 @@ def unpack_turn(packed: bytes) -> Turn:
 def pack_trajectory(trajectory: Trajectory) -> bytes:
     """Pack a trajectory without its turns, which are packed one by one."""
     turns = {turn.index: turn for turn in trajectory.turns}
-    rest = _compact(attrs.evolve(trajectory, traces=(), turns=()))
+    rest = _compact_value(attrs.evolve(trajectory, traces=(), turns=()))
     return _pack(
         rest | {"traces": [_compact_trace(trace, turns) for trace in trajectory.traces], "turns": None}
     )
@@ -88,19 +88,19 @@ def unpack_trajectory(
 
 
 def _is_whole(trace: Mapping[str, Any], turns: Mapping[int, Turn]) -> bool:
-    """Whether all turns of a packed trace are there."""
+    """Whether all turns of a packed trace are present."""
     spans = [span["turn"] for span in trace["turn_spans"]]
     return all(turn in turns for turn in spans) and (not spans or line_of(turns, spans[-1]) is not None)
 
 
 def _pack(value: Any) -> bytes:
-    # surrogatepass: the end of a log may contain invalid UTF-8, which must not lose the trajectory
+    # The end of a log may contain invalid UTF-8, which must not lose the trajectory: hence surrogatepass.
     packed: bytes = msgpack.packb(value, use_bin_type=True, unicode_errors="surrogatepass")
-    return FORMAT + packed
+    return PACKED_FORMAT + packed
 
 
 def _unpack(packed: bytes) -> dict[str, Any]:
-    if packed[:1] != FORMAT:
+    if packed[:1] != PACKED_FORMAT:
         raise JournalError(
             f"an entry has format {packed[:1].hex() or 'none'}: it was written by another polarnode, which"
             " can read it"
@@ -111,27 +111,27 @@ def _unpack(packed: bytes) -> dict[str, Any]:
     return found
 
 
-# ── values to what msgpack knows ──────────────────────────────────────────────
+# ── values to msgpack ─────────────────────────────────────────────────────────
 
 
-def _compact(value: Any) -> Any:
+def _compact_value(value: Any) -> Any:
     kind: Any = type(value)
     if kind in PLAIN:
         return value
-    compact = COMPACT.get(kind)
+    compact = COMPACT_WRITERS.get(kind)
     if compact is not None:
         return compact(value)
     if isinstance(value, Mapping):
-        return {key: _compact(part) for key, part in value.items()}
+        return {key: _compact_value(part) for key, part in value.items()}
     return _compact_class(value, _fields(kind)) if attrs.has(kind) else value
 
 
-def _compact_class(value: Any, fields: "Fields") -> dict[str, Any]:
+def _compact_class(value: Any, fields: "PackedFields") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, key, default in fields:
         part = getattr(value, name)
         if default is attrs.NOTHING or part != default:
-            found[key] = part if type(part) in PLAIN else _compact(part)
+            found[key] = part if type(part) in PLAIN else _compact_value(part)
     return found
 
 
@@ -139,14 +139,14 @@ def _compact_message(message: Message) -> list[Any]:
     """Write a message as short as possible, because most are a role and a text."""
     if not message.calls and message.call_id is None and not message.thinking:
         return [message.role, message.text]
-    return [message.role, message.text, _compact(message.calls), message.call_id, message.thinking]
+    return [message.role, message.text, _compact_value(message.calls), message.call_id, message.thinking]
 
 
-Fields = tuple[tuple[str, str, Any], ...]
+PackedFields = tuple[tuple[str, str, Any], ...]
 
 
 @cache
-def _fields(cls: Hashable) -> Fields:
+def _fields(cls: Hashable) -> PackedFields:
     """Each field's name, key and default. A factory's product is made once, for comparison."""
     found: list[tuple[str, str, Any]] = []
     for field in attrs.fields(cast(Any, cls)):
@@ -159,10 +159,10 @@ def _fields(cls: Hashable) -> Fields:
 # By exact type, because a turn is packed on the event loop: 15 µs instead of 75 with a chain of class
 # patterns.
 PLAIN = frozenset({str, int, float, bool, bytes, type(None)})
-COMPACT: Mapping[type, Callable[[Any], Any]] = {
+COMPACT_WRITERS: Mapping[type, Callable[[Any], Any]] = {
     array: lambda value: value.tobytes(),
-    tuple: lambda value: [_compact(part) for part in value],
-    list: lambda value: [_compact(part) for part in value],
+    tuple: lambda value: [_compact_value(part) for part in value],
+    list: lambda value: [_compact_value(part) for part in value],
     TextPart: lambda part: part.text,
     ThinkingPart: lambda part: [part.text],
     ToolCall: lambda call: [call.id, call.name, call.arguments],
@@ -171,13 +171,13 @@ COMPACT: Mapping[type, Callable[[Any], Any]] = {
 }
 
 
-# ── and back ──────────────────────────────────────────────────────────────────
+# ── msgpack to values ─────────────────────────────────────────────────────────
 
 Reader = Callable[[Any], Any]
 
 
 def _read(cls: Any, found: dict[str, Any], made: dict[str, Any] | None = None) -> Any:
-    """Read an attrs value that `_compact` wrote; `made` are the fields that are values already."""
+    """Read an attrs value that `_compact_value` wrote; `made` are the fields that are values already."""
     values = found if made is None else found | made
     for name, key in _renamed(cls):
         if key in values:
@@ -261,11 +261,11 @@ READERS: Mapping[Any, Reader] = {
 
 def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     last = trace.turn_spans[-1].turn if trace.turn_spans else None
-    # compared as bytes: comparing arrays creates a number for each item
+    # Arrays are compared as bytes, because comparing them directly creates a number for each item.
     token_ids = trace.token_ids.tobytes()
-    by_turn = _chain(turns, last, trace.offset) == token_ids
+    by_turn = _row_bytes(turns, last, trace.offset) == token_ids
     by_mask = _logprobs_of(trace.loss_mask, trace.turn_spans, turns)
-    packed: dict[str, Any] = _compact(attrs.evolve(trace, top=None, routed=None)) | _compact_carried(
+    packed: dict[str, Any] = _compact_value(attrs.evolve(trace, top=None, routed=None)) | _compact_carried(
         trace, turns
     )
     packed["token_ids"] = last if by_turn else token_ids
@@ -277,24 +277,24 @@ def _compact_trace(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
     )
     runs, teacher = packed["loss_mask"], trace.teacher_logprobs
     if teacher is not None and isinstance(runs, list):
-        # most tokens of an agent's rows are not trained: only the others are written, in a list
-        trained = b"".join(teacher[start:end].tobytes() for start, end in _pairs(runs))
+        # Most tokens of an agent's rows are not trained. Only the trained ones are written, in a list.
+        trained = b"".join(teacher[start:end].tobytes() for start, end in _run_pairs(runs))
         if _spread(floats(trained), runs).tobytes() == teacher.tobytes():
             packed["teacher_logprobs"] = [trained]
     return packed
 
 
 def _compact_carried(trace: Trace, turns: Mapping[int, Turn]) -> dict[str, Any]:
-    """None for no extras, True for those that the turns hold."""
+    """The trace's token extras: absent if it has none, True for those the turns hold, else the values."""
     packed: dict[str, Any] = {}
     if trace.top is not None:
-        packed["top"] = top_of_turns(
+        packed["top"] = join_top_logprobs(
             trained_of(trace.loss_mask, trace.turn_spans, turns)
-        ) == trace.top or _compact(trace.top)
+        ) == trace.top or _compact_value(trace.top)
     if trace.routed is not None:
-        packed["routed"] = routed_of_turns(
+        packed["routed"] = join_routed_experts(
             trace.offset, _line(trace.turn_spans, turns)
-        ) == trace.routed or _compact(trace.routed)
+        ) == trace.routed or _compact_value(trace.routed)
     return packed
 
 
@@ -314,20 +314,20 @@ def _trace(found: dict[str, Any], turns: Mapping[int, Turn]) -> Trace:
     if found["logprobs"] is None:
         made["logprobs"] = _logprobs_of(mask, spans, turns)
     if found.get("top") is True:
-        made["top"] = top_of_turns(trained_of(mask, spans, turns))
+        made["top"] = join_top_logprobs(trained_of(mask, spans, turns))
     if found.get("routed") is True:
-        made["routed"] = routed_of_turns(offset, _line(spans, turns))
+        made["routed"] = join_routed_experts(offset, _line(spans, turns))
     if isinstance(found.get("teacher_logprobs"), list):
         made["teacher_logprobs"] = _spread(floats(found["teacher_logprobs"][0]), _runs(mask))
     trace: Trace = _read(Trace, found, made)
     return trace
 
 
-def _chain(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | None:
+def _row_bytes(turns: Mapping[int, Turn], last: int | None, offset: int) -> bytes | None:
     try:
         return None if last is None or offset < 0 else sequence(turns, last)[offset:].tobytes()
     except KeyError:
-        return None  # a turn whose ancestor is not in this trajectory: written raw
+        return None  # the turn's ancestor is not in this trajectory, so the trace is written raw
 
 
 def _logprobs_of(mask: bytes, spans: Sequence[TurnSpan], turns: Mapping[int, Turn]) -> "array[float] | None":
@@ -362,26 +362,28 @@ def _runs(mask: bytes) -> Any:
     return [len(mask), *runs]
 
 
-def _pairs(runs: Sequence[int]) -> "zip[tuple[int, int]]":
+def _run_pairs(runs: Sequence[int]) -> "zip[tuple[int, int]]":
     return zip(runs[1::2], runs[2::2], strict=True)
 
 
 def _spread(trained: "array[float]", runs: Sequence[int]) -> "array[float]":
     """The values of the positions in these runs, with 0 between them."""
     found, at = floats(bytes(4 * runs[0])), 0
-    for start, end in _pairs(runs):
+    for start, end in _run_pairs(runs):
         found[start:end] = trained[at : at + end - start]
         at += end - start
     return found
 
 
 def _mask(found: Any, count: int) -> bytes:
-    """The mask of `count` tokens. A damaged row may name any length: only that of its ids is allocated."""
+    """The mask of `count` tokens. A damaged row may name any length, so only the length of its ids is
+    allocated.
+    """
     if isinstance(found, bytes):
         return found
     if found[0] != count or max(found) > count:
         raise ValueError(f"a mask of {found[0]} positions stands beside {count} token ids")
     mask = bytearray(count)
-    for start, end in _pairs(found):
+    for start, end in _run_pairs(found):
         mask[start:end] = b"\1" * (end - start)
     return bytes(mask)

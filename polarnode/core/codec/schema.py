@@ -29,7 +29,7 @@ _PLAIN: Final[Mapping[Any, Schema]] = {
 
 
 @define(eq=False)
-class Schemas:
+class SchemaCollector:
     """Collects each class's schema once, under the class's name. `of` returns the schema of a type, with
     references to `root`.
 
@@ -39,8 +39,8 @@ class Schemas:
 
     strict: bool
     root: str = "#/components/schemas/"
-    suffix: str = ""  # suffix of the names, where one class is both read strictly and returned in answers
-    known: Mapping[Any, Schema] = field(factory=dict)  # of types without a form of their own in JSON
+    suffix: str = ""  # It ends the names where one class is both read strictly and returned in answers.
+    known: Mapping[Any, Schema] = field(factory=dict)  # schemas of types that have no JSON form of their own
     named: dict[str, Json] = field(factory=dict, init=False)
     _classes: dict[str, Any] = field(factory=dict, init=False)
 
@@ -53,9 +53,9 @@ class Schemas:
         if attrs.has(kind):
             whole, short = self._named(kind), shorthand_of(kind)
             return {"anyOf": [self.of(_hints(kind)[short[0]]), whole]} if self.suffix and short else whole
-        return self._composed(kind, get_origin(kind), get_args(kind))
+        return self._composed_schema(kind, get_origin(kind), get_args(kind))
 
-    def _composed(self, kind: Any, origin: Any, parts: tuple[Any, ...]) -> Schema:
+    def _composed_schema(self, kind: Any, origin: Any, parts: tuple[Any, ...]) -> Schema:
         if origin is Literal:
             return {"enum": list(parts)}
         if origin in (Union, types.UnionType):
@@ -71,7 +71,7 @@ class Schemas:
         if self._classes.setdefault(name, cls) is not cls:
             raise TypeError(f"{cls} and {self._classes[name]} cannot both be called {name}")
         if name not in self.named:
-            self.named[name] = None  # a class that contains itself finds its name taken
+            self.named[name] = None  # so that a class that contains itself finds its name taken
             self.named[name] = self._object(cls)
         return {"$ref": self.root + name}
 

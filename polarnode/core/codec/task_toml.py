@@ -25,7 +25,7 @@ def read_toml_value(text: str, *, read_file: Callable[[str], bytes] | None = Non
     try:
         value = tomllib.loads(text)
         _refuse_dates(value, "$")
-    except ValueError as error:  # also an integer of thousands of digits
+    except ValueError as error:  # tomllib also raises it for an integer of thousands of digits
         raise Refused(f"the task is not TOML: {error}") from None
     except RecursionError:
         raise Refused("the task is nested too deeply to be read: flatten it") from None

@@ -46,33 +46,35 @@ class Rule(NamedTuple):
     sentence: str
 
 
-# a GRPO group is 8-64, a pass@k study a thousand; more is a mistyped number that would fill the queue
+# A GRPO group has 8-64 samples, a pass@k study a thousand. More is a mistyped number that would fill the
+# queue.
 MAX_SAMPLES = 4096
-# equal turns in a row: one is no repeat; each is compared again at every call, and a thousand take 4 ms
+# These bound the equal turns in a row: one turn is no repeat, and each is compared again at every call, which
+# takes 4 ms for a thousand.
 REPEATS = (2, 1_000)
 MAX_RETRIES = 10  # more would hide a broken machine for hours
-MAX_PARTS = 32  # evaluators of one session: they run one after another in one post budget
+MAX_PARTS = 32  # evaluators of one session, which run one after another in one post budget
 MAX_EVALUATED = 10_000  # sessions of one evaluation: a night's work, and a megabyte of ids
 # MiB of one snapshot: a gigabyte takes the ten seconds that a call may be held (rollouts/snapshots.py)
-SNAPSHOT_MB = 1024
-SNAPSHOTS = 256  # of one session: each is a file of up to max_mb, and a group has many sessions
-MAX_ENTROPY = 100  # nats; the logarithm of a vocabulary's size is at most 13
+MAX_SNAPSHOT_MB = 1024
+SNAPSHOTS = 256  # of one session; each is a file of up to max_mb, and a group has many sessions
+MAX_ENTROPY = 100  # in nats; the logarithm of a vocabulary's size is at most 13
 MAX_TOP_LOGPROBS = 20  # the most alternatives for each token, as OpenAI and Google allow
-# stands in a URL path, a container label and an SSE filter unescaped
+# A name stands unescaped in a URL path, a container label and an SSE filter.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-# an OCI reference or a folder of runtimes/; never an option or a path upwards
+# An image is an OCI reference or a folder of runtimes/, never an option or a path upwards.
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
-HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+HEADER_NAME_PATTERN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}")
+VARIABLE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 WORDS = re.compile(r"[^\x00-\x1f\x7f-\x9f]{1,256}")
-IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# name of a skill or an MCP server: part of a path, a TOML key and a tool's name
+IMPORT_PATH_PATTERN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+# The name of a skill or an MCP server is part of a path, a TOML key and a tool's name.
 FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 HOST = re.compile(
     r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)*[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 )
-NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # number of a turn or a lineage
-# name of an adapter: part of a path on every file system, and of a URL
+NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)  # the number of a turn or a lineage
+# The name of an adapter is part of a path on every file system, and of a URL.
 ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 USER = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,31}|\d{1,10}")
 
@@ -168,7 +170,7 @@ def _snapshot_rules(spec: SnapshotSpec, runtime: RuntimeSpec) -> Iterator[Rule]:
         *((f"tool_calls[{index}]", call, 1, limits.COUNT) for index, call in enumerate(spec.tool_calls)),
         ("every", spec.every, 1, limits.COUNT),
         ("entropy", spec.entropy, 0, MAX_ENTROPY),
-        ("max_mb", spec.max_mb, 1, SNAPSHOT_MB),
+        ("max_mb", spec.max_mb, 1, MAX_SNAPSHOT_MB),
         ("keep", spec.keep, 1, SNAPSHOTS),
     )
     for name, value, low, high in numbers:
@@ -242,7 +244,7 @@ def _name_rules(name: str | None, path: str) -> Iterator[Rule]:
 
 def _import_rules(name: str | None, path: str) -> Iterator[Rule]:
     yield Rule(
-        name is None or IMPORT_PATH.fullmatch(name) is not None,
+        name is None or IMPORT_PATH_PATTERN.fullmatch(name) is not None,
         path,
         "must look like package.module:attribute",
     )
@@ -316,7 +318,7 @@ def _server_rules(server: McpServerSpec, path: str) -> Iterator[Rule]:
     if server.url is not None:
         yield from _url_rules(server.url, f"{path}.url")
     for name, value in server.headers.items():
-        fits = HEADER_NAME.fullmatch(name) is not None and limits.HEADER.fullmatch(value) is not None
+        fits = HEADER_NAME_PATTERN.fullmatch(name) is not None and limits.HEADER.fullmatch(value) is not None
         yield Rule(
             fits,
             child(f"{path}.headers", name),
@@ -333,7 +335,7 @@ def _env_rules(env: Mapping[str, str], path: str) -> Iterator[Rule]:
     for name, value in env.items():
         where = child(path, name)
         yield Rule(
-            VARIABLE.fullmatch(name) is not None,
+            VARIABLE_PATTERN.fullmatch(name) is not None,
             where,
             "is not a variable's name: use letters, digits and '_'",
         )
@@ -356,7 +358,7 @@ def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     )
     yield from _path_rules(runtime.workdir, "$.runtime.workdir")
     yield Rule(USER.fullmatch(runtime.user) is not None, "$.runtime.user", "must be a user's name or number")
-    yield from _share_rules(runtime)
+    yield from _resource_rules(runtime)
     yield from _env_rules(runtime.env, "$.runtime.env")
     yield from _reach_rules(runtime)
     for index, file in enumerate(runtime.files):
@@ -366,13 +368,13 @@ def _runtime_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
             yield from _step_rules(step, f"$.runtime.{name}[{index}]")
 
 
-def _share_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
+def _resource_rules(runtime: RuntimeSpec) -> Iterator[Rule]:
     """The rules on what a container gets of the machine. A shell does not start in less than 16 MiB."""
     ranges: tuple[tuple[str, float, float, float], ...] = (
         ("cpus", runtime.cpus, *limits.CPUS),
-        ("memory_mb", runtime.memory_mb, 16, limits.MEBIBYTES),
+        ("memory_mb", runtime.memory_mb, 16, limits.MAX_MEBIBYTES),
         ("pids", runtime.pids, 1, limits.PIDS),
-        ("disk_mb", runtime.disk_mb, 16, limits.MEBIBYTES),
+        ("disk_mb", runtime.disk_mb, 16, limits.MAX_MEBIBYTES),
     )
     for name, value, low, high in ranges:
         yield Rule(low <= value <= high, f"$.runtime.{name}", f"must be {low} to {high}, not {value}")
@@ -454,7 +456,7 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         ("min_p", sampling.min_p, 0.0, 1.0),
         ("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
         ("presence_penalty", sampling.presence_penalty, -2.0, 2.0),
-        ("repetition_penalty", sampling.repetition_penalty, *limits.REPETITION),
+        ("repetition_penalty", sampling.repetition_penalty, *limits.REPETITION_RANGE),
     )
     for name, value, low, high in ranges:
         yield Rule(
@@ -482,9 +484,10 @@ def sampling_rules(sampling: Sampling, path: str) -> Iterator[Rule]:
         f"must be {-limits.SEED} to {limits.SEED}, not {sampling.seed}",
     )
     yield Rule(
-        len(sampling.stop) <= limits.STOPS and all(len(each) <= limits.STOP_CHARS for each in sampling.stop),
+        len(sampling.stop) <= limits.STOPS
+        and all(len(each) <= limits.MAX_STOP_CHARS for each in sampling.stop),
         f"{path}.stop",
-        f"must be at most {limits.STOPS} strings of at most {limits.STOP_CHARS} characters",
+        f"must be at most {limits.STOPS} strings of at most {limits.MAX_STOP_CHARS} characters",
     )
     yield Rule(
         all(sampling.stop), f"{path}.stop", "has an empty string: it would stop before the first token"

@@ -16,18 +16,18 @@ import attrs
 from polarnode.core.arrays import Float32Array, Int32Array, RoutedExperts, TopLogprobs
 from polarnode.core.codec.arrays import (
     Arrays,
-    check_routed,
-    check_top,
+    check_routed_experts,
+    check_top_logprobs,
     encoder,
     experts_json,
     read_floats,
     read_ids,
+    read_int16_bytes,
     read_mask,
-    read_shorts,
 )
 from polarnode.core.codec.json import (
     JsonWriter,
-    by_tag,
+    class_by_tag,
     class_hook,
     dump_json,
     layout,
@@ -68,24 +68,24 @@ _HEAD: Final = (
     *("session_id", "task_id", "group_id", "sample_index", "attempt", "retried_as", "staleness"),
     *("outcome", "reward"),
 )
-_ROW: Final = (
+_ROW_FIELDS: Final = (
     *("index", "provider", "lineage", "parent", "kind", "reason", "role", "state", "finish_reason"),
     *("prompt_length", "close_length", "matched", "messages"),
 )
 _ARRAYS: Final = ("token_ids", "loss_mask", "logprobs", "version_spans", "prompt_length", "turn_spans")
-_FULL: Final = (
+_FULL_ROW_FIELDS: Final = (
     *("prompt_delta", "sampled", "logprobs", "version_spans", "top", "routed"),
     *("request_key", "before_key", "message_key", "new_messages"),
 )
-_OF_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn))
-_OF_FULL_TURNS: Final = frozenset(each.name for each in attrs.fields(Turn) if "full" in each.metadata)
+_TURN_FIELDS: Final = frozenset(each.name for each in attrs.fields(Turn))
+_FULL_TURN_FIELDS: Final = frozenset(each.name for each in attrs.fields(Turn) if "full" in each.metadata)
 
 HEAD: Final = layout(Trajectory, first=_HEAD, without={each.name for each in attrs.fields(Trajectory)})
 REST: Final = layout(Trajectory, without={*_HEAD, "traces", "turns"})
-TRACE: Final = layout(Trace, first=_ARRAYS)
-ROW_HEAD: Final = layout(Turn, first=_ROW, without=_OF_TURNS)
-ROW_REST: Final = layout(Turn, without={"session_id", *_ROW, *_OF_FULL_TURNS})
-FULL_ROW: Final = layout(Turn, first=_FULL, without=_OF_TURNS - _OF_FULL_TURNS)
+TRACE_LAYOUT: Final = layout(Trace, first=_ARRAYS)
+ROW_HEAD_LAYOUT: Final = layout(Turn, first=_ROW_FIELDS, without=_TURN_FIELDS)
+ROW_REST_LAYOUT: Final = layout(Turn, without={"session_id", *_ROW_FIELDS, *_FULL_TURN_FIELDS})
+FULL_ROW_LAYOUT: Final = layout(Turn, first=_FULL_ROW_FIELDS, without=_TURN_FIELDS - _FULL_TURN_FIELDS)
 
 
 # ── writing ───────────────────────────────────────────────────────────────────
@@ -122,12 +122,12 @@ def _writer(arrays: Arrays) -> JsonWriter:
         Message: message_json,
         Answer: answer_json,
         NewMessages: new_messages_json,
-        Trace: partial(write.fields, fields=TRACE),
+        Trace: partial(write.fields, fields=TRACE_LAYOUT),
     }
     return write
 
 
-_WRITERS: Final[Mapping[Arrays, JsonWriter]] = {"json": _writer("json"), "base64": _writer("base64")}
+_JSON_WRITERS: Final[Mapping[Arrays, JsonWriter]] = {"json": _writer("json"), "base64": _writer("base64")}
 
 
 def trajectory_json(
@@ -136,7 +136,7 @@ def trajectory_json(
     """The whole trajectory as JSON. `turns="full"` adds each turn's own tokens, logprobs and answer to its
     row.
     """
-    write = _WRITERS[arrays]
+    write = _JSON_WRITERS[arrays]
     rows = turns_json(
         trajectory.turns, left_out=trajectory.left_out, arrays=arrays if turns == "full" else None
     )
@@ -160,24 +160,24 @@ def turns_json(
     A row holds everything about a turn except its tokens. `prompt_sha256` lets a reader that has the tokens
     verify them.
     """
-    write = _WRITERS[arrays or "json"]
+    write = _JSON_WRITERS[arrays or "json"]
     digests = prompt_digests(turns)
     reasons = {each.turn: each.reason for each in left_out}
     rows: list[Json] = []
     for turn in with_published_roles(turns, left_out):
         row = {
-            **write.fields(turn, ROW_HEAD),
+            **write.fields(turn, ROW_HEAD_LAYOUT),
             "sampled_length": len(turn.sampled),
             "prompt_sha256": digests.get(turn.index),
-            **write.fields(turn, ROW_REST),
+            **write.fields(turn, ROW_REST_LAYOUT),
             "left_out": reasons.get(turn.index),
             "weight_versions": weight_versions(turn.version_spans),
         }
-        rows.append(row if arrays is None else row | write.fields(turn, FULL_ROW))
+        rows.append(row if arrays is None else row | write.fields(turn, FULL_ROW_LAYOUT))
     return rows
 
 
-def ended_json(found: Trajectory) -> dict[str, Json]:
+def session_end_json(found: Trajectory) -> dict[str, Json]:
     """How a session ended, without its tokens."""
     turns, tokens = left_out_by_reason(found)
     return {
@@ -185,7 +185,7 @@ def ended_json(found: Trajectory) -> dict[str, Json]:
         "task_id": found.task_id,
         "group_id": found.group_id,
         "sample_index": found.sample_index,
-        "outcome": _WRITERS["json"](found.outcome),
+        "outcome": _JSON_WRITERS["json"](found.outcome),
         "reward": found.reward,
         "turns": len(found.turns),
         "traces": len(found.traces),
@@ -202,7 +202,7 @@ def ended_json(found: Trajectory) -> dict[str, Json]:
 def _read_part(value: Any, _: Any) -> Part:
     if not isinstance(value, dict):
         raise misfit("an object", value)
-    kind = by_tag(value, "type", PART_TAGS)
+    kind = class_by_tag(value, "type", PART_TAGS)
     part: Part = READER.get_structure_hook(kind)(value, kind)
     return part
 
@@ -214,12 +214,12 @@ def _read_text(value: Any, _: Any) -> str:
 
 
 def _read_top(value: Any, shape: Any) -> TopLogprobs:
-    return check_top(_TOP(value, shape))
+    return check_top_logprobs(_TOP_HOOK(value, shape))
 
 
 def _read_routed(value: Any, shape: Any) -> RoutedExperts:
     wide = isinstance(value, dict) and value.get("dtype") == "int16"
-    return check_routed((_WIDE if wide else _NARROW)(value, shape))
+    return check_routed_experts((_INT16_EXPERTS_HOOK if wide else _UINT8_EXPERTS_HOOK)(value, shape))
 
 
 READER: Final = make_converter(
@@ -234,16 +234,16 @@ READER: Final = make_converter(
         RoutedExperts: _read_routed,
     },
 )
-_TOP: Final = class_hook(TopLogprobs, READER)
-_NARROW: Final = class_hook(RoutedExperts, READER)
-_WIDE: Final = class_hook(RoutedExperts, READER, {"data": read_shorts})
+_TOP_HOOK: Final = class_hook(TopLogprobs, READER)
+_UINT8_EXPERTS_HOOK: Final = class_hook(RoutedExperts, READER)
+_INT16_EXPERTS_HOOK: Final = class_hook(RoutedExperts, READER, {"data": read_int16_bytes})
 
-_LIST: Final[Schema] = {"type": ["array", "string"]}
+_PACKED_LIST: Final[Schema] = {"type": ["array", "string"]}
 # The types above in JSON Schema.
 JSON_SCHEMAS: Final[Mapping[Any, Schema]] = {
-    Int32Array: _LIST,
-    Float32Array: _LIST,
-    bytes: _LIST,
+    Int32Array: _PACKED_LIST,
+    Float32Array: _PACKED_LIST,
+    bytes: _PACKED_LIST,
     JsonText: {"type": "array"},
     Part: {"type": "object", "properties": {"type": {"enum": list(PART_TAGS)}}, "required": ["type"]},
 }
@@ -285,15 +285,15 @@ def _is_full(row: Mapping[str, Json]) -> bool:
 _SCORE_READER: Final = make_converter(forbid_extra=True, hooks={Int32Array: read_ids, bytes: read_mask})
 
 
-def read_score(value: Json) -> ScoreRequest:
+def read_score_request(value: Json) -> ScoreRequest:
     """Read the body of POST /v1/score. Raises Refused with the path of the first field that does not fit."""
     return structure(value, ScoreRequest, converter=_SCORE_READER)
 
 
-def score_json(answer: ScoreAnswer, arrays: Arrays) -> bytes:
-    return dump_json(_WRITERS[arrays](answer))
+def score_answer_json(answer: ScoreAnswer, arrays: Arrays) -> bytes:
+    return dump_json(_JSON_WRITERS[arrays](answer))
 
 
-def read_scored(value: Json) -> ScoreAnswer:
+def read_score_answer(value: Json) -> ScoreAnswer:
     """Read the answer of POST /v1/score."""
     return structure(value, ScoreAnswer, converter=READER)

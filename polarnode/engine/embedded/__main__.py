@@ -1,5 +1,5 @@
-"""`python -m polarnode.engine.embedded`: the child process around one SGLang engine. Started by
-`engine/host.py`.
+"""`python -m polarnode.engine.embedded`: the child process around one SGLang engine. `engine/host.py` starts
+it.
 
 `multiprocessing` imports this module again in each of SGLang's own children. So nothing but definitions may
 happen on import, and neither torch nor sglang may be imported at the top of this module or of those it
@@ -21,12 +21,12 @@ from polarnode.engine.embedded import lifeline
 from polarnode.engine.embedded.building import build, describe
 from polarnode.engine.embedded.control import Control
 from polarnode.engine.embedded.serving import Serving
-from polarnode.engine.protocol import Fatal, FrameDecoder, Start, encode
+from polarnode.engine.protocol import FrameDecoder, HostFatal, Start, encode
 
 
 class Options:
-    """The command line: two inherited descriptors, and the tag that names all our semaphores and shared
-    memory.
+    """The command line: two inherited descriptors, and the tag that names all semaphores and shared memory of
+    this host.
     """
 
     fd: int
@@ -35,10 +35,10 @@ class Options:
 
 
 def main() -> None:
-    """Read the settings, build the engine, serve until ordered to stop. Leaves by `_exit`: SGLang's exit
-    hooks kill whatever they find.
+    """Read the settings, build the engine, and serve until ordered to stop. The process leaves by `_exit`,
+    because SGLang's exit hooks kill whatever they find.
     """
-    options = _options()
+    options = _parse_options()
     if os.getsid(0) != os.getpid():
         sys.exit(
             "polarnode.engine.embedded must lead a session of its own: start it with `polarnode --cpu` or"
@@ -50,7 +50,8 @@ def main() -> None:
     lifeline.watch(options.lifeline_fd, tag=options.tag, scratch=scratch)
     try:
         _serve(socket.socket(fileno=options.fd), options.tag)
-    except Exception:  # the process's own edge: the node has been informed, the traceback belongs in the log
+    # The edge of the process: the node has been informed, and the traceback belongs in the log.
+    except Exception:
         traceback.print_exc()
         lifeline.end_session(tag=options.tag, scratch=scratch)
     lifeline.remove_leftovers(tag=options.tag, scratch=scratch)
@@ -59,7 +60,7 @@ def main() -> None:
     os._exit(0)
 
 
-def _options() -> Options:
+def _parse_options() -> Options:
     parser = ArgumentParser(prog="polarnode.engine.embedded")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
@@ -73,7 +74,7 @@ def _serve(connection: socket.socket, tag: str) -> None:
         engine = build(_arguments(connection, decoder), tag=tag)
         ready = describe(engine)
     except Exception as error:
-        connection.sendall(encode(Fatal(message=f"{type(error).__name__}: {error}")))
+        connection.sendall(encode(HostFatal(message=f"{type(error).__name__}: {error}")))
         raise
 
     async def run() -> None:

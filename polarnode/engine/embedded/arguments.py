@@ -1,8 +1,8 @@
 """`python -m polarnode.engine.embedded.arguments`: what is wrong with arguments for SGLang, by its own table
 of them, before an engine is started. `node/checks.py` runs it.
 
-Reads a JSON object from standard input and writes a JSON list of sentences. It takes seconds, because SGLang
-imports torch.
+It reads a JSON object from standard input and writes a JSON list of sentences. It takes seconds, because
+SGLang imports torch.
 """
 
 import json
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def faults(arguments: Mapping[str, Json]) -> list[str]:
-    """A sentence for each argument that SGLang does not have, or not with this value."""
+    """A sentence for each argument that SGLang does not have, or does not take with this value."""
     from polarnode.engine.embedded.building import ensure_torchvision
 
     if os.environ.get("SGLANG_PLATFORM") == "polarnode_cpu":
@@ -51,8 +51,8 @@ def faults(arguments: Mapping[str, Json]) -> list[str]:
 
 
 def fault_of(value: Json, hint: Any) -> str | None:
-    """What is wrong with a value, by the type of SGLang's field and its choices; None if nothing."""
-    import msgspec  # of SGLang, whose fields are its own
+    """What is wrong with a value, by the type of SGLang's field and its choices. None if nothing is wrong."""
+    import msgspec  # a dependency of SGLang, whose fields have its types
 
     kind, notes = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
     choices = next((each.choices for each in notes if getattr(each, "choices", None)), None)
@@ -61,7 +61,7 @@ def fault_of(value: Json, hint: Any) -> str | None:
     except msgspec.ValidationError as error:
         return f"must be of another type: {str(error)[:1].lower()}{str(error)[1:]}"
     except TypeError:
-        return None  # a union that msgspec cannot tell apart: SGLang finds out
+        return None  # a union that msgspec cannot tell apart, so SGLang finds out
     if choices and value is not None and value not in choices:
         names = list(map(str, choices))
         return f"cannot be {value}: {meant(str(value), names)}there are {', '.join(names)}"

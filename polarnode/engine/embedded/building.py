@@ -6,7 +6,7 @@ program with our constrained sampling and with weight updates that can be rolled
 
 Imports of torch and sglang stay inside functions, because `multiprocessing` imports this package again in
 every child before it sets that child up, and the parent imports it to name the function. Each private name of
-SGLang or of the standard library used here says why.
+SGLang or of the standard library that is used here comes with its reason.
 """
 
 import importlib
@@ -18,25 +18,25 @@ from pathlib import Path
 from typing import Any
 
 from polarnode.core.conversation import Json
-from polarnode.engine.protocol import EXPERT_COUNTS, Experts, Ready
+from polarnode.engine.protocol import EXPERT_COUNTS, ExpertShape, Ready
 
 
 def run(*args: Any, **kwargs: Any) -> None:
-    """SGLang's `run_scheduler_process` with our managers of grammars and weights."""
+    """Run SGLang's `run_scheduler_process` with our managers of grammars and weights."""
     from sglang.srt.managers import scheduler
 
-    from polarnode.engine.embedded.grammars import Grammars
+    from polarnode.engine.embedded.grammars import LateGrammarManager
     from polarnode.engine.embedded.weights import Keeper
 
-    scheduler.GrammarManager = Grammars
+    scheduler.GrammarManager = LateGrammarManager
     scheduler.SchedulerWeightUpdaterManager = Keeper
     _report_host_tokens(scheduler.Scheduler)
     scheduler.run_scheduler_process(*args, **kwargs)
 
 
 def _report_host_tokens(scheduler: Any) -> None:
-    """Add the tokens of the cache in main memory to what a scheduler tells of itself at its start: SGLang
-    has them in its metrics only, and sizes them itself.
+    """Add the tokens of the cache in main memory to what a scheduler reports of itself at its start. SGLang
+    has them in its metrics only, and computes the size itself.
     """
     reported = scheduler.get_init_info
 
@@ -47,18 +47,20 @@ def _report_host_tokens(scheduler: Any) -> None:
 
 
 def host_tokens(tree_cache: Any) -> int:
-    """The tokens that main memory holds for SGLang's prefix cache, 0 for one that is on the device only."""
+    """The tokens that main memory holds for SGLang's prefix cache; 0 for a cache that is on the device
+    only.
+    """
     names = ("token_to_kv_pool_host", "full_kv_pool_host")  # of a plain tree, and of a unified one
     pools = [pool for name in names if (pool := getattr(tree_cache, name, None)) is not None]
     return int(pools[0].logical_size) if pools else 0
 
 
-STUBS = Path(__file__).parent / "stubs"
+STUBS_FOLDER = Path(__file__).parent / "stubs"
 
 
 def build(arguments: Mapping[str, Json], *, tag: str) -> Any:
-    """Start an `sglang.Engine`. Blocks while the weights load; an engine that cannot start may SIGKILL this
-    process.
+    """Start an `sglang.Engine`. This blocks while the weights load, and an engine that cannot start may
+    SIGKILL this process.
     """
     _name_semaphores(tag)
     if arguments["device"] == "cpu":
@@ -75,7 +77,7 @@ def describe(engine: Any) -> Ready:
     import sglang
 
     manager = engine.tokenizer_manager
-    # the public get_server_info needs a loop that is not running
+    # The public get_server_info needs a loop that is not running.
     info = engine._scheduler_init_result.scheduler_infos[0]
     return Ready(
         vocab_size=int(manager.model_config.vocab_size),
@@ -92,10 +94,10 @@ def describe(engine: Any) -> Ready:
     )
 
 
-def _experts(config: Any) -> Experts:
+def _experts(config: Any) -> ExpertShape:
     """The shape of what SGLang's capturer keeps: a row for every layer, including layers without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
-    return Experts(
+    return ExpertShape(
         layers=int(config.num_hidden_layers),
         top_k=int(config.num_experts_per_tok),
         number=next(int(each) for each in counts if each),
@@ -103,17 +105,17 @@ def _experts(config: Any) -> Experts:
 
 
 def _name_semaphores(tag: str) -> None:
-    """SGLang's own shutdown kills the resource tracker that would unlink semaphores: name them, so that node
-    and lifeline can.
+    """Name the semaphores after our tag, so that node and lifeline can unlink them: SGLang's own shutdown
+    kills the resource tracker that would.
 
-    `_config` is private, and the only place where multiprocessing reads the prefix; children inherit it.
+    `_config` is private, and the only place where multiprocessing reads the prefix. Children inherit it.
     """
     multiprocessing.current_process()._config["semprefix"] = f"/{tag}"  # type: ignore[attr-defined]
 
 
 def _name_load_file(tag: str) -> None:
-    """Give the scheduler's load file our name: SGLang creates it in /dev/shm under a random name and never
-    unlinks it.
+    """Give the scheduler's load file our name, because SGLang creates it in /dev/shm under a random name and
+    never unlinks it.
     """
     from sglang.srt.server_args import PortArgs
 
@@ -128,14 +130,16 @@ def _name_load_file(tag: str) -> None:
 
 
 def ensure_torchvision() -> None:
-    """SGLang imports torchvision for image models. PyPI's wheel is a CUDA build that dies beside CPU torch:
-    then, or without one, our stub.
+    """Put our stub on the path if torchvision cannot be imported. SGLang imports it for image models, and
+    PyPI's wheel is a CUDA build that dies beside CPU torch.
     """
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError):
         for name in [each for each in sys.modules if each.partition(".")[0] == "torchvision"]:
             del sys.modules[name]
-        sys.path.insert(0, str(STUBS))
+        sys.path.insert(0, str(STUBS_FOLDER))
         importlib.invalidate_caches()
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(STUBS), os.environ.get("PYTHONPATH"))))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(STUBS_FOLDER), os.environ.get("PYTHONPATH")))
+        )

@@ -1,8 +1,8 @@
-"""Constraints of an engine's scheduler, compiled beside it: by threads that wait for a fork of
-`grammar_process` each, fairly among sessions.
+"""Constraints of an engine's scheduler, compiled beside it: by threads that each wait for a fork of
+`grammar_process`, fairly among sessions.
 
-No constraint keeps another session's from being compiled: a session has at most SHARE of the THREADS, and
-where even so others wait, a fork ends after HURRIED_S instead of COMPILE_S.
+No constraint keeps another session's from being compiled: a session has at most SHARE of the threads. If
+others wait even so, a fork ends after HURRIED_S instead of COMPILE_TIMEOUT_S.
 """
 
 import json
@@ -24,21 +24,29 @@ from typing import Any, Final
 import xgrammar
 from attrs import define, field
 
-from polarnode.engine.embedded.grammar_process import COMPILE_S, COSTLY, FAULT, LATER_S, receive, send
+from polarnode.engine.embedded.grammar_process import (
+    COMPILE_TIMEOUT_S,
+    COSTLY,
+    FAULT,
+    LOW_PRIORITY_AFTER_S,
+    receive,
+    send,
+)
 
-WAITING_THREADS: Final = 4  # forks at once: each may take all of two cores
-SHARE: Final = 2  # of them, for one session
-HURRIED_S: Final = 3.0  # for a constraint while those of other sessions wait: thirty times what most take
-LOOK_MS: Final = 100.0  # between looks at who waits
-START_S: Final = 60.0  # for the program to start: it imports torch, on a busy machine
+MAX_THREADS: Final = 4  # forks at once; each may take all of two cores
+SHARE: Final = 2  # forks at once for one session
+# Seconds for a constraint while those of other sessions wait: thirty times what most take.
+HURRIED_S: Final = 3.0
+LOOK_INTERVAL_MS: Final = 100.0  # milliseconds between looks at who waits
+START_S: Final = 60.0  # seconds for the program to start, which imports torch, on a busy machine
 
 
 class TooCostly(Exception):
-    """A constraint whose work was cut off. How long it would take is not the same for all ranks."""
+    """The work of a constraint was cut off. How long it would take is not the same for all ranks."""
 
 
 class NotStarted(Exception):
-    """The machine has no process for a constraint, whatever that is."""
+    """The machine has no process for a constraint, whatever that constraint is."""
 
 
 # ── threads ───────────────────────────────────────────────────────────────────
@@ -46,7 +54,7 @@ class NotStarted(Exception):
 
 @define(eq=False)
 class FairThreads:
-    """Runs calls of sessions, who take turns. `asking` is the session of the next call."""
+    """Runs calls of sessions, which take turns. `asking` is the session of the next call."""
 
     asking: str = ""
     _queues: OrderedDict[str, deque[tuple["Future[Any]", Callable[[], Any]]]] = field(factory=OrderedDict)
@@ -56,20 +64,20 @@ class FairThreads:
     _own: threading.local = field(factory=threading.local)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """As of an executor of the standard library."""
+        """Submit a call, as to an executor of the standard library."""
         future: Future[Any] = Future()
         with self._changed:
             queue = self._queues.setdefault(self.asking, deque())
             queue.append((future, lambda: call(*arguments)))
-            if self._threads < WAITING_THREADS:
+            if self._threads < MAX_THREADS:
                 self._threads += 1
-                # a process that ends does not wait for them
+                # A process that ends does not wait for daemon threads.
                 threading.Thread(target=self._work, name="constraints", daemon=True).start()
             self._changed.notify()
         return future
 
     def others_wait(self) -> bool:
-        """Whether a session that may have a thread waits for one; to be asked within a call."""
+        """Whether a session that may have a thread waits for one. This is to be asked within a call."""
         with self._changed:
             return self._next() is not None
 
@@ -83,7 +91,7 @@ class FairThreads:
                 session = self._next() or ""
                 future, call = self._queues[session].popleft()
                 if self._queues[session]:
-                    self._queues.move_to_end(session)  # behind the others
+                    self._queues.move_to_end(session)  # the session goes behind the others
                 else:
                     del self._queues[session]
                 self._running[session] += 1
@@ -93,7 +101,7 @@ class FairThreads:
             finally:
                 with self._changed:
                     self._running[session] -= 1
-                    self._running += Counter()  # drops those at 0
+                    self._running += Counter()  # this drops counts of 0
                     self._changed.notify_all()
 
 
@@ -101,7 +109,8 @@ def _settle(future: "Future[Any]", call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
     except (TooCostly, NotStarted) as error:
-        future.ended_by = error  # type: ignore[attr-defined]  # it stays open: `Grammars` ends it on all ranks
+        # It stays open, and `LateGrammarManager` ends it on all ranks.
+        future.ended_by = error  # type: ignore[attr-defined]
     except BaseException as error:
         future.set_exception(error)
 
@@ -111,8 +120,8 @@ def _settle(future: "Future[Any]", call: Callable[[], Any]) -> None:
 
 @define(eq=False)
 class ForkedCompiler:
-    """Stands for xgrammar's compiler: RuntimeError for a text that is no constraint, TooCostly for one that
-    is cut off, NotStarted where there is no process for it.
+    """Stands for xgrammar's compiler. Raises RuntimeError for a text that is no constraint, TooCostly for one
+    that is cut off, and NotStarted if there is no process for it.
     """
 
     info: xgrammar.TokenizerInfo
@@ -138,7 +147,7 @@ class ForkedCompiler:
         return self._ask("compile_structural_tag", structural_tag=text)
 
     def clear_cache(self) -> None:
-        """It has none."""
+        """Do nothing, because there is no cache."""
 
     def close(self) -> None:
         """End the program."""
@@ -150,11 +159,11 @@ class ForkedCompiler:
 
     def _ask(self, method: str, **arguments: Any) -> xgrammar.CompiledGrammar:
         order = json.dumps({"method": method, "arguments": arguments}).encode()
-        with closing(self._job()) as job:
-            job.settimeout(COMPILE_S)
+        with closing(self._open_job()) as job:
+            job.settimeout(COMPILE_TIMEOUT_S)
             try:
                 (pid,) = struct.unpack("<Q", job.recv(8, socket.MSG_WAITALL))
-                fork = os.pidfd_open(pid)  # before it has its order, so that it lives
+                fork = os.pidfd_open(pid)  # opened before the fork has its order, so that it still lives
             except (OSError, struct.error) as error:
                 raise TooCostly from error
             try:
@@ -177,20 +186,20 @@ class ForkedCompiler:
     def _wait(self, job: socket.socket, fork: int) -> None:
         """Return when the fork answers, or has ended. Raises TooCostly."""
         began, nice = time.monotonic(), False
-        answered = select.poll()  # not select: it takes no descriptor over 1023
+        answered = select.poll()  # not select, which takes no descriptor over 1023
         answered.register(job, select.POLLIN)
-        while not answered.poll(LOOK_MS):
+        while not answered.poll(LOOK_INTERVAL_MS):
             spent = time.monotonic() - began
-            if spent > COMPILE_S or (spent > HURRIED_S and self.hurried()):
+            if spent > COMPILE_TIMEOUT_S or (spent > HURRIED_S and self.hurried()):
                 raise TooCostly
-            if spent > LATER_S and not nice:
+            if spent > LOW_PRIORITY_AFTER_S and not nice:
                 nice = True
                 with suppress(OSError):  # each thread has a priority of its own
                     for thread in os.listdir(f"/proc/{_pid_of(fork)}/task"):
                         os.setpriority(os.PRIO_PROCESS, int(thread), 19)
 
-    def _job(self) -> socket.socket:
-        """A socket to a new fork. The program is started again where it ended."""
+    def _open_job(self) -> socket.socket:
+        """A socket to a new fork. The program is started again if it ended."""
         with self._starting:
             for _ in range(2):
                 if self._control is None:
@@ -216,7 +225,7 @@ class ForkedCompiler:
                     [sys.executable, "-m", program, str(number)],
                     pass_fds=[number],
                     stdin=subprocess.DEVNULL,
-                    env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the program computes nothing on a GPU
                 )
             ours.settimeout(START_S)
             send(ours, self.info.serialize_json().encode(errors="surrogatepass"))

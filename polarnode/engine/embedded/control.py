@@ -1,10 +1,10 @@
 """What the node orders of a whole engine (hold generation, change weights, release memory), and SGLang's
 messages as ours.
 
-One order at a time. An order gets exactly one `Done` and is never cancelled, because SGLang has one answer
-slot for each kind of order and a late answer would go to the next caller. `version` changes in one place,
-when an update is committed. Whatever SGLang returns in another shape than the one expected here fails that
-one request, with numbers.
+There is one order at a time. An order gets exactly one `Done` and is never cancelled, because SGLang has one
+answer slot for each kind of order and a late answer would go to the next caller. `version` changes in one
+place, when an update is committed. If SGLang returns anything in another shape than the one expected here,
+that fails the one request, with numbers.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from polarnode.engine.protocol import (
     CommitUpdate,
     Continue,
     Done,
-    Experts,
+    ExpertShape,
     Failed,
     Generate,
     HostFinish,
@@ -38,25 +38,25 @@ from polarnode.engine.protocol import (
     Pause,
     Piece,
     RollBack,
-    Routed,
-    Score,
-    Scored,
+    RoutedRows,
+    RowLogprobs,
+    ScoreTokens,
     UnloadAdapter,
     Update,
 )
 
-# among a request's custom_params, for `grammars`: the id after which its constraint begins
-AFTER = "polarnode_constraint_after"
-SESSION = "polarnode_session"  # the same, for `compiling`: whose constraint it is
-OURS = "polarnode:"  # before an action of ours among those of SGLang's check_weights
+# A key among a request's custom_params, for `grammars`: the id after which its constraint begins.
+AFTER_KEY = "polarnode_constraint_after"
+SESSION = "polarnode_session"  # the same, for `compiling`: the session of the constraint
+OURS = "polarnode:"  # prefix of our actions among those of SGLang's check_weights
 SLAB = 4 << 20  # bytes of routed experts in a message: a quarter of what a frame may hold
-# nats, in place of float32's least: what OpenAI shows for a token that cannot be sampled
-IMPOSSIBLE = -9999.0
-CONSTRAINTS = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))  # among sampling parameters
-UNUSED_INTERVAL = 0.02  # seconds between looks at whether an adapter's last request is over
+# Nats, in place of float32's least value: what OpenAI shows for a token that cannot be sampled.
+IMPOSSIBLE_LOGPROB = -9999.0
+CONSTRAINTS = frozenset(("json_schema", "regex", "ebnf", "structural_tag"))  # names among sampling parameters
+UNUSED_LOOK_S = 0.02  # seconds between looks at whether an adapter's last request is over
 NOTHING_TO_SAMPLE = "the constraint leaves nothing to sample: no text can match it from here on"
-# what SGLang says, with the status of a bad request, of a request that was aborted while its grammar was
-# compiled, and of one whose grammar was not compiled in a minute
+# What SGLang says, with the status of a bad request, of a request that was aborted while its grammar was
+# compiled, and of one whose grammar was not compiled in a minute.
 ABORTED = "Aborted by AbortReq."
 LATE_GRAMMAR = "Grammar preprocessing timed out"
 TOO_COSTLY = (
@@ -66,20 +66,20 @@ TOO_COSTLY = (
 
 
 def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
-    """The arguments of `Engine.async_generate` that an order decides. `sessions`: the engine evicts the
+    """The arguments of `Engine.async_generate` that an order decides. With `sessions` the engine evicts the
     prefixes of sessions that call no more before others.
     """
     late = order.constraint_after is not None
     sampling: dict[str, Any] = dict(order.sampling)
     if not CONSTRAINTS.isdisjoint(sampling):
         sampling["custom_params"] = {
-            SESSION: order.session.partition("/")[0],  # not its conversation
-            **({AFTER: order.constraint_after} if late else {}),
+            SESSION: order.session.partition("/")[0],  # the session without its conversation
+            **({AFTER_KEY: order.constraint_after} if late else {}),
         }
     return {
         "input_ids": array("i", order.prompt).tolist(),
         "sampling_params": sampling,
-        "require_reasoning": late,  # to SGLang: the constraint begins when a thought ends
+        "require_reasoning": late,  # for SGLang this means that the constraint begins when a thought ends
         "rid": order.rid,
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -88,18 +88,18 @@ def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
         "return_routed_experts": order.routed_from is not None,
         "routed_experts_start_len": order.routed_from or 0,
         "stream": True,
-        # SGLang's word for the name under which it was loaded
+        # SGLang's word for the name under which the adapter was loaded.
         **({"lora_path": order.adapter} if order.adapter else {}),
-        # without session-aware eviction SGLang takes this for a session that somebody opened before
+        # Without session-aware eviction SGLang takes this for a session that somebody opened before.
         **({"session_id": order.session} if sessions and order.session else {}),
     }
 
 
-def score_request(order: Score) -> dict[str, Any]:
+def score_arguments(order: ScoreTokens) -> dict[str, Any]:
     """The arguments of `Engine.async_generate` that score a row: nothing is sampled.
 
-    SGLang takes of its prefix cache only what is before `logprob_start_len`, computes the rest again, and has
-    no logprob for the first token that it reports.
+    SGLang takes from its prefix cache only what is before `logprob_start_len`, computes the rest again, and
+    has no logprob for the first token that it reports.
     """
     return {
         "input_ids": array("i", order.row).tolist(),
@@ -112,13 +112,13 @@ def score_request(order: Score) -> dict[str, Any]:
     }
 
 
-def scored(order: Score, meta: Mapping[str, Any], version: str) -> Scored | Failed:
+def scored(order: ScoreTokens, meta: Mapping[str, Any], version: str) -> RowLogprobs | Failed:
     """The end of a scored row, from SGLang's last chunk. Its logprobs must be of the row's own ids."""
     if problem := _problem(order.rid, meta.get("finish_reason") or {"type": "length"}):
         return problem
     entries = meta.get("input_token_logprobs") or []
     ids = array("i", order.row)[order.start - 1 :]
-    # SGLang reports 0 in place of the last id of the vocabulary
+    # SGLang reports 0 in place of the last id of the vocabulary.
     exact = len(entries) == len(ids) and all(
         entry[1] in (token, 0) for entry, token in zip(entries, ids, strict=True)
     )
@@ -126,7 +126,7 @@ def scored(order: Score, meta: Mapping[str, Any], version: str) -> Scored | Fail
     if not exact or any(value is None or value != value for value in values):
         message = f"the engine gave {len(entries)} logprobs of a row that are not numbers of its tokens"
         return Failed(rid=order.rid, message=message, retryable=False)
-    return Scored(rid=order.rid, logprobs=array("f", values).tobytes(), version=order.adapter or version)
+    return RowLogprobs(rid=order.rid, logprobs=array("f", values).tobytes(), version=order.adapter or version)
 
 
 def piece(
@@ -141,8 +141,9 @@ def piece(
     """One chunk of SGLang's as a message. An unknown finish reason (NaN logits, an aborted wait with a
     status) is a failure.
 
-    Where a constraint allows no token, SGLang samples one with the logprob NaN and aborts in its next chunk.
-    What an adapter samples has its version; SGLang reports that of the base, which does not change meanwhile.
+    If a constraint allows no token, SGLang samples one with the logprob NaN and aborts in its next chunk.
+    What an adapter samples has the adapter's version, while SGLang reports that of the base, which does not
+    change meanwhile.
     """
     finish = meta.get("finish_reason")
     if finish is not None and (problem := _problem(rid, finish)):
@@ -184,23 +185,23 @@ def piece(
         ),
         cached_tokens=int(meta.get("cached_tokens") or 0),
         alternative_ids=array("i", [entry[1] for entry in others]).tobytes(),
-        alternative_logprobs=array("f", [max(entry[0], IMPOSSIBLE) for entry in others]).tobytes(),
+        alternative_logprobs=array("f", [max(entry[0], IMPOSSIBLE_LOGPROB) for entry in others]).tobytes(),
     )
 
 
-# in what SGLang tells of a request, as totals so far
-DRAFTS = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
+# Counters among what SGLang reports of a request, as totals so far.
+DRAFT_COUNTERS = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
 
 
 @define
 class DraftTotals:
-    """The drafts of one request that were told already."""
+    """The drafts of one request that were reported already."""
 
     _told: tuple[int, int, int] = (0, 0, 0)
 
     def grown(self, last: Piece, meta: Mapping[str, Any]) -> Piece:
         """The piece with the drafts since the one before."""
-        drafted, accepted, verified = (int(meta.get(name) or 0) for name in DRAFTS)
+        drafted, accepted, verified = (int(meta.get(name) or 0) for name in DRAFT_COUNTERS)
         before, self._told = self._told, (drafted, accepted, verified)
         if self._told <= before:
             return last
@@ -212,7 +213,9 @@ class DraftTotals:
         )
 
 
-def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, Any]) -> list[Routed] | Failed:
+def routed(
+    order: Generate, experts: ExpertShape, length: int, meta: Mapping[str, Any]
+) -> list[RoutedRows] | Failed:
     """The experts of positions [`routed_from`, `length` - 1) of a request of `length` tokens, prompt and
     sample, as its last chunk reports them.
 
@@ -221,7 +224,7 @@ def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, An
     """
     encoded = meta.get("routed_experts")
     if encoded is None:
-        return _unrouted(order, "the engine returned no routed experts, which were requested")
+        return _routing_failure(order, "the engine returned no routed experts, which were requested")
     start, width = order.routed_from or 0, experts.layers * experts.top_k
     flat = numpy.frombuffer(b64decode(encoded), dtype="<i4")
     wanted = max(0, length - 1 - start)
@@ -230,23 +233,25 @@ def routed(order: Generate, experts: Experts, length: int, meta: Mapping[str, An
             f"{flat.size} numbers for {wanted} positions of {experts.layers} layers with {experts.top_k}"
             " experts each"
         )
-        return _unrouted(order, f"the engine gave routed experts in another shape: {numbers}")
+        return _routing_failure(order, f"the engine gave routed experts in another shape: {numbers}")
     rows = flat[flat.size - wanted * width :]
-    # in one pass: what is below 0 is above everything so
+    # One pass suffices: read as unsigned, what is below 0 is above everything.
     if rows.size and not rows.view("<u4").max() < experts.number:
-        return _unrouted(
+        return _routing_failure(
             order,
             f"the engine named experts from {rows.min()} to {rows.max()}, this model has 0 to"
             f" {experts.number - 1}",
         )
     wide = experts.number > 256
     data = rows.astype("<i2" if wide else "u1").tobytes()
-    return _slabs(
-        Routed(rid=order.rid, start=start, layers=experts.layers, top_k=experts.top_k, wide=wide, data=data)
+    return _split_rows(
+        RoutedRows(
+            rid=order.rid, start=start, layers=experts.layers, top_k=experts.top_k, wide=wide, data=data
+        )
     )
 
 
-def _slabs(whole: Routed) -> list[Routed]:
+def _split_rows(whole: RoutedRows) -> list[RoutedRows]:
     """The experts in messages that fit a frame, cut between rows."""
     width = whole.layers * whole.top_k * (2 if whole.wide else 1)
     rows = max(1, SLAB // width)
@@ -257,14 +262,14 @@ def _slabs(whole: Routed) -> list[Routed]:
     ]
 
 
-def _unrouted(order: Generate, message: str) -> Failed:
+def _routing_failure(order: Generate, message: str) -> Failed:
     return Failed(rid=order.rid, message=message, retryable=True)
 
 
 def _problem(rid: str, finish: Mapping[str, Any]) -> Failed | None:
-    """The failure that a finish reason reports. What SGLang ends with a status below 500 is the fault of what
-    was asked for. Sessions take turns with their constraints (`compiling`), so one that was not compiled in a
-    minute waited for those of its own session.
+    """The failure that a finish reason reports. If SGLang ends a request with a status below 500, what was
+    asked for is at fault. Sessions take turns with their constraints (`compiling`), so a constraint that was
+    not compiled in a minute waited for those of its own session.
     """
     kind, message, status = finish["type"], str(finish.get("message")), finish.get("status_code")
     if kind == "stop" and not isinstance(finish.get("matched"), int):
@@ -272,7 +277,8 @@ def _problem(rid: str, finish: Mapping[str, Any]) -> Failed | None:
         return Failed(rid=rid, message=sentence, retryable=False)
     if kind != "abort" or message == ABORTED:
         return None
-    if message.startswith(LATE_GRAMMAR) or TOO_COSTLY in message:  # the rest of it is the whole grammar
+    # The rest of the message is the whole grammar.
+    if message.startswith(LATE_GRAMMAR) or TOO_COSTLY in message:
         return Failed(rid=rid, message=TOO_COSTLY, retryable=False, refused=True)
     if message.startswith("Grammar accept_token failed"):
         return Failed(rid=rid, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
@@ -296,7 +302,7 @@ class Control:
     _paused: PauseMode | None = None
     _released: set[str] = field(factory=set)
     _lock: asyncio.Lock = field(factory=asyncio.Lock)
-    _leaving: set[str] = field(factory=set)  # adapters to unload, that nobody asked for again
+    _leaving: set[str] = field(factory=set)  # adapters to unload that nobody asked for again
 
     async def answer(self, order: Order) -> Done:
         if isinstance(order, UnloadAdapter):
@@ -315,7 +321,7 @@ class Control:
             case Continue():
                 return await self._continue()
             case BeginUpdate(ranks=ranks):
-                return await self._act(f"keep {ranks}")
+                return await self._act_on_weights(f"keep {ranks}")
             case LoadDisk() | LoadTensors() | LoadBroadcast():
                 return await self._load(order)
             case CheckUpdate(flush=flush):
@@ -323,13 +329,13 @@ class Control:
             case CommitUpdate(version=version):
                 return await self._commit(version)
             case RollBack():
-                return await self._act("restore")
+                return await self._act_on_weights("restore")
             case JoinGroup() | LeaveGroup():
                 return await self._group(order)
             case ChangeMemory():
                 return await self._memory(order)
             case LoadAdapter() | UnloadAdapter():
-                return await self._adapter(order)
+                return await self._change_adapter(order)
             case _:
                 assert_never(order)
 
@@ -340,7 +346,7 @@ class Control:
 
         self.resumed.clear()
         if mode == "abort" and self._paused in ("in_place", "retract"):
-            # frozen requests do not notice that they are aborted, and SGLang would wait for them
+            # Frozen requests do not notice that they are aborted, and SGLang would wait for them.
             await self._go_on()
         self._paused = mode
         await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
@@ -362,8 +368,8 @@ class Control:
     # ── weights ───────────────────────────────────────────────────────────────
 
     async def _load(self, order: LoadDisk | LoadTensors | LoadBroadcast) -> Outcome:
-        """Nothing is flushed and no version set here: `CheckUpdate` and `CommitUpdate` do, once for the
-        whole update.
+        """Load weights. Nothing is flushed and no version is set here: `CheckUpdate` and `CommitUpdate` do
+        that, once for the whole update.
         """
         from sglang.srt.managers.io_struct import (
             UpdateWeightFromDiskReqInput,
@@ -397,7 +403,7 @@ class Control:
         return bool(ok), str(text)
 
     async def _check(self, *, flush: bool) -> Outcome:
-        ok, text = await self._act("check")
+        ok, text = await self._act_on_weights("check")
         if ok and flush and not (await self._manager.flush_cache()).success:
             return False, "the cache of the old weights could not be flushed: some request still runs"
         return ok, text
@@ -409,7 +415,7 @@ class Control:
             UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         )
         self.version = version
-        return await self._act("drop")
+        return await self._act_on_weights("drop")
 
     # ── sessions ──────────────────────────────────────────────────────────────
 
@@ -419,15 +425,15 @@ class Control:
         return bool(self._engine.server_args.enable_session_radix_cache)
 
     async def forget(self, session: str) -> None:
-        """Drop a session's references to its prefixes. Nothing is freed: they go first when room is needed.
-        An engine that does not know sessions evicts by age alone.
+        """Drop a session's references to its prefixes. Nothing is freed, but these prefixes are evicted first
+        when room is needed. An engine that does not know sessions evicts by age alone.
         """
         if self.sessions:
             from sglang.srt.managers.io_struct import CloseSessionReqInput
 
             await self._manager.close_session(CloseSessionReqInput(session_id=session))
 
-    async def _act(self, action: str) -> Outcome:
+    async def _act_on_weights(self, action: str) -> Outcome:
         """Send an action to the `Keeper` in every scheduler (`weights.py`)."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
@@ -460,22 +466,22 @@ class Control:
 
     @property
     def adapters(self) -> Mapping[str, Any]:
-        """Those that the engine holds, by name."""
+        """The adapters that the engine holds, by name."""
         found: Mapping[str, Any] = self._manager.lora_registry.get_all_adapters()
         return found
 
     async def _unused(self, name: str) -> None:
-        """Wait until no request samples by an adapter. SGLang waits too, but under the lock of every load;
-        and requests that are frozen by a pause end after it, however long it lasts.
+        """Wait until no request samples by an adapter. SGLang waits too, but under the lock of every load.
+        Requests that are frozen by a pause end after it, however long it lasts.
         """
         self._leaving.add(name)
-        counters = self._manager.lora_registry._counters  # private, and the only place that says it
+        counters = self._manager.lora_registry._counters  # private, and the only place that has this number
         while name in self._leaving and (known := self.adapters.get(name)) is not None:
             if not counters[known.lora_id].value():
                 return
-            await asyncio.sleep(UNUSED_INTERVAL)
+            await asyncio.sleep(UNUSED_LOOK_S)
 
-    async def _adapter(self, order: LoadAdapter | UnloadAdapter) -> Outcome:
+    async def _change_adapter(self, order: LoadAdapter | UnloadAdapter) -> Outcome:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, UnloadLoRAAdapterReqInput
 
         name, manager = order.name, self._manager
@@ -484,7 +490,7 @@ class Control:
                 return False, "it was asked for again"
             self._leaving.discard(name)
             done = await manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
-            manager.lora_ref_cache.pop(name, None)  # from which SGLang would load it again by itself
+            manager.lora_ref_cache.pop(name, None)  # otherwise SGLang would load it again by itself
         elif name in self._leaving and name in self.adapters:
             self._leaving.discard(name)
             return True, ""

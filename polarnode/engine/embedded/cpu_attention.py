@@ -24,17 +24,18 @@ from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
 from polarnode.engine.embedded.causal import extend
 
-MAKERS = frozenset(("tensor", "empty", "zeros", "ones", "full", "arange"))  # of tensors
+# Functions of torch that make tensors.
+TENSOR_MAKERS = frozenset(("tensor", "empty", "zeros", "ones", "full", "arange"))
 
 
 def install_cpu_attention() -> None:
-    """Take the place of `torch_native` in this process; the name stays, because SGLang decides much by it."""
+    """Take the place of `torch_native` in this process. The name stays, because SGLang decides much by it."""
     ATTENTION_BACKENDS["torch_native"] = CpuAttention
 
 
 class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is not typed
-    """`query` [tokens, heads, head_size]; caches [slots, kv_heads, head_size]; lengths [sequences]; fills and
-    returns `output`.
+    """Attention where `query` is [tokens, heads, head_size], caches are [slots, kv_heads, head_size], and
+    lengths are [sequences]. It fills and returns `output`.
     """
 
     def _run_sdpa_forward_extend(
@@ -78,7 +79,7 @@ class CpuAttention(TorchNativeAttnBackend):  # type: ignore[misc]  # sglang is n
 
 
 def install_cpu_experts() -> None:
-    """Allocator for device `cpu` of this process; SGLang looks allocators up by device name."""
+    """Register an allocator for device `cpu` in this process. SGLang looks allocators up by device name."""
     ALLOC_MEMORY_FUNCS["cpu"] = _plain
 
 
@@ -99,15 +100,15 @@ def install_cpu_adapters() -> None:
     """Take the place of `torch` in the two modules that pin memory, and of a method that can only raise. A
     batch of the base alone leaves the adapters' slots out.
     """
-    layers.torch = torch_backend.torch = _Unpinned()
+    layers.torch = torch_backend.torch = _UnpinnedTorch()
     torch_backend.TorchNativeLoRABackend.skip_inactive_lora_batches = True
     for name in ("sgemm_lora_a_control_fwd", "sgemm_lora_b_control_fwd"):
-        setattr(torch_ops, name, _indexed(getattr(torch_ops, name)))
+        setattr(torch_ops, name, _index_by_numbers(getattr(torch_ops, name)))
     torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore
 
 
-def _indexed(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """SGLang's product of a batch, indexed by numbers: a tensor as index copies weights."""
+def _index_by_numbers(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """SGLang's product of a batch, indexed by numbers, because a tensor as an index copies weights."""
 
     def run(x: Any, weights: Any, adapters: Any, lengths: Any, ranks: Any, *more: Any) -> torch.Tensor:
         return product(x, weights, adapters.tolist(), lengths.tolist(), ranks.tolist(), *more)
@@ -115,12 +116,12 @@ def _indexed(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return run
 
 
-class _Unpinned:
-    """Torch, with `pin_memory` ignored by what makes tensors."""
+class _UnpinnedTorch:
+    """Torch, where the functions that make tensors ignore `pin_memory`."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(torch, name)
-        if name not in MAKERS:
+        if name not in TENSOR_MAKERS:
             return found
 
         def made(*args: Any, pin_memory: bool = False, **more: Any) -> Any:

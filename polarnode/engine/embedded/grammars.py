@@ -1,15 +1,15 @@
 """Sampling constrained by a JSON schema, a regular expression or a grammar, in an engine that knows only
 token ids.
 
-SGLang leaves its grammar backend out where it has no tokenizer (`skip_tokenizer_init`), and refuses
-constrained requests. Here the backend gets the package's own tokenizer, loaded with the first constrained
-request and on the backend's own thread, so that an engine without constraints pays nothing and no other
-request waits. Constraints are compiled and tried in another process (`compiling`).
+SGLang leaves its grammar backend out if it has no tokenizer (`skip_tokenizer_init`), and refuses constrained
+requests. Here the backend gets the package's own tokenizer. It is loaded with the first constrained request
+and on the backend's own thread, so that an engine without constraints pays nothing and no other request
+waits. Constraints are compiled and tried in another process (`compiling`).
 
 Two things differ from SGLang. Control tokens match no grammar: their text may stand in a JSON string, but as
-a token it would open a tool call there. And a constraint may begin after a thought: `AFTER` among a request's
-`custom_params` is the id that ends it. This runs in the scheduler's process, which any exception raised here
-would end.
+a token it would open a tool call there. And a constraint may begin after a thought: `AFTER_KEY` among a
+request's `custom_params` is the id that ends the thought. This runs in the scheduler's process, which any
+exception raised here would end.
 """
 
 import logging
@@ -33,23 +33,24 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar, XGrammarGra
 from sglang.srt.runtime_context import get_parallel, get_serving
 
 from polarnode.engine.embedded.compiling import FairThreads, ForkedCompiler, NotStarted
-from polarnode.engine.embedded.control import AFTER, LATE_GRAMMAR, SESSION, TOO_COSTLY
+from polarnode.engine.embedded.control import AFTER_KEY, LATE_GRAMMAR, SESSION, TOO_COSTLY
 from polarnode.engine.embedded.grammar_process import STEP_S
 from polarnode.tokens.tokenizer import LoadedTokenizer, load_tokenizer
 
-# compiled grammars: a schema's takes up to a few MB at 150 000 tokens, and a session has few schemas
+# The number of compiled grammars that are kept: that of a schema takes up to a few MB at 150 000 tokens, and
+# a session has few schemas.
 KEPT = 128
-# blanks in a row between two parts of JSON: a line indented four deep; without a bound a weak model writes
-# nothing else
-WHITESPACE = 9
+# Blanks in a row between two parts of JSON: those of a line indented four deep. Without a bound a weak model
+# writes nothing else.
+MAX_BLANKS = 9
 
 
-class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
-    """SGLang's manager, with a backend that loads itself when it is first needed."""
+class LateGrammarManager(GrammarManager):  # type: ignore[misc]  # sglang is not typed
+    """SGLang's manager, with a backend that is loaded when it is first needed."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
-        # it logs the whole text of what it refuses
+        # It logs the whole text of what it refuses.
         logging.getLogger(XGrammarGrammarBackend.__module__).setLevel(logging.CRITICAL)
         self.grammar_backend: BaseGrammarBackend | None
         if self.grammar_backend is None and self.server_args.grammar_backend != "none":
@@ -60,13 +61,13 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
                 stop_ids=frozenset(model.hf_eos_token_id or ()),
             )
 
-        # it imports all that a scheduler needs, which this module's other readers lack
+        # This imports all that a scheduler needs, which other importers of this module lack.
         from sglang.srt.managers.io_struct import AbortReq
 
         polled = scheduler._poll_timeout_aborts
         scheduler._poll_timeout_aborts = lambda: [
             *polled(),
-            *(AbortReq(rid=rid, abort_message=TOO_COSTLY) for rid in _late_requests(scheduler)),
+            *(AbortReq(rid=rid, abort_message=TOO_COSTLY) for rid in _slow_requests(scheduler)),
         ]
 
     def process_req_with_grammar(self, req: Any) -> bool:
@@ -76,8 +77,9 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
         return bool(super().process_req_with_grammar(req))
 
     def get_ready_grammar_requests(self) -> list[Any]:
-        """SGLang ends on all ranks what one rank has waited for too long. So is what was cut off, which may
-        have been in time on another; and what the machine failed to compile, which is no fault of the text.
+        """The requests whose grammar is ready. SGLang ends on all ranks a request that one rank has waited
+        for too long. The same happens to a grammar that was cut off, which may have been in time on another
+        rank, and to one that the machine failed to compile, which is no fault of the text.
         """
         failed: list[tuple[Any, str]] = []
         for req in self.grammar_queue:
@@ -92,15 +94,17 @@ class Grammars(GrammarManager):  # type: ignore[misc]  # sglang is not typed
         return ready
 
     def _apply_request_reasoning_config(self, req: Any) -> None:
-        """SGLang's own allows only ends of thoughts that its reasoning parser knows."""
-        after = (req.sampling_params.custom_params or {}).get(AFTER)
+        """Set the id that ends a thought. SGLang's own method allows only ends that its reasoning parser
+        knows.
+        """
+        after = (req.sampling_params.custom_params or {}).get(AFTER_KEY)
         if after is not None and isinstance(req.grammar, ReasonerGrammarObject):
             req.grammar.set_request_think_end_ids((after,))
 
 
 class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
-    """xgrammar on our tokenizer. The latest `KEPT` compiled grammars are cached: all of them would fill the
-    memory.
+    """xgrammar on our tokenizer. The latest `KEPT` compiled grammars are cached, because all of them would
+    fill the memory.
     """
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, stop_ids: frozenset[int]) -> None:
@@ -110,10 +114,12 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
         self.stop_ids = stop_ids
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._loaded: XGrammarGrammarBackend | None = None
-        self._loading = threading.Lock()  # the first loads the tokenizer for all
+        self._loading = threading.Lock()  # the first request loads the tokenizer for all
 
     def set_cache(self, key: tuple[str, str], value: BaseGrammarObject) -> None:
-        """Not of what was late: it may wait behind others of its session, and no other pays for that."""
+        """Cache a grammar, but not one that was late: it may have waited behind others of its session, and no
+        other session pays for that.
+        """
         if isinstance(value, InvalidGrammarObject) and value.error_message == LATE_GRAMMAR:
             return
         super().set_cache(key, value)
@@ -124,27 +130,27 @@ class LateBackend(BaseGrammarBackend):  # type: ignore[misc]
         with self._loading:
             if self._loaded is None:
                 tokenizer = load_tokenizer(self._tokenizer, vocab_size=self._vocab_size)
-                self._loaded = _backend(tokenizer, self.stop_ids, self.executor)
+                self._loaded = _make_backend(tokenizer, self.stop_ids, self.executor)
         grammar = self._loaded._init_value_dispatch(key, require_reasoning)
         if isinstance(grammar, InvalidGrammarObject):
             return InvalidGrammarObject(plain(grammar.error_message))
-        # which id ends a thought is set by each request
+        # Each request sets which id ends a thought.
         late = ReasonerGrammarObject(grammar=MeasuredGrammar.of(grammar), think_end_ids=(0,))
         late.maybe_init_reasoning(require_reasoning)
         return late
 
 
 class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
-    """Ends its request after a step of mask and parse that took too long, by the error that SGLang ends one
-    with: those of an ambiguous grammar grow with the answer, in the loop that all sessions share.
+    """Ends its request after a step of mask and parse that took too long, by the error with which SGLang ends
+    one. The steps of an ambiguous grammar grow with the answer, in the loop that all sessions share.
 
-    Ranks measure different times, and must end a request together: where there are more than one, the first
-    alone decides, and its abort goes the way of SGLang's own timeouts, one step later.
+    Ranks measure different times, and must end a request together. If there are several, the first alone
+    decides, and its abort goes the way of SGLang's own timeouts, one step later.
     """
 
     spent = 0.0  # CPU seconds of the present step
     ends = True
-    any_late = False  # of this process, since the first rank looked
+    any_slow = False  # whether any grammar of this process was late since the first rank looked
     late = False  # a step took too long, and its request ends on all ranks
 
     @classmethod
@@ -174,31 +180,31 @@ class MeasuredGrammar(XGrammarGrammar):  # type: ignore[misc]
         if self.spent > STEP_S and self.ends:
             raise ValueError(TOO_COSTLY)
         if self.spent > STEP_S:
-            self.late = MeasuredGrammar.any_late = True
+            self.late = MeasuredGrammar.any_slow = True
         self.spent = 0.0
 
     def copy(self) -> "MeasuredGrammar":
         return MeasuredGrammar.of(super().copy())
 
 
-def _late_requests(scheduler: Any) -> list[str]:
-    """The running requests whose step took too long on this rank, which ends them on all."""
-    if not MeasuredGrammar.any_late:
+def _slow_requests(scheduler: Any) -> list[str]:
+    """The running requests whose step took too long on this rank. They are ended on all ranks."""
+    if not MeasuredGrammar.any_slow:
         return []
-    MeasuredGrammar.any_late = False
+    MeasuredGrammar.any_slow = False
     return [
         req.rid
         for req in scheduler.collect_inflight_reqs()
-        if not req.finished() and req.to_finish is None and _is_late(req.grammar)
+        if not req.finished() and req.to_finish is None and _is_slow(req.grammar)
     ]
 
 
-def _is_late(grammar: Any) -> bool:
+def _is_slow(grammar: Any) -> bool:
     inner = grammar.grammar if isinstance(grammar, ReasonerGrammarObject) else grammar
     return isinstance(inner, MeasuredGrammar) and inner.late
 
 
-def _backend(
+def _make_backend(
     tokenizer: LoadedTokenizer, stop_ids: frozenset[int], threads: FairThreads
 ) -> XGrammarGrammarBackend:
     """SGLang's xgrammar backend over our vocabulary. SGLang's own needs transformers' tokenizer, and treats
@@ -212,17 +218,17 @@ def _backend(
     )
     serving = get_serving()
     backend = XGrammarGrammarBackend(
-        _Ready(info),
+        _XgrammarTokenizer(info),
         vocab_size=tokenizer.vocab_size,
         any_whitespace=not serving.constrained_json_disable_any_whitespace,
-        max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt or WHITESPACE,
+        max_whitespace_cnt=serving.constrained_json_max_whitespace_cnt or MAX_BLANKS,
     )
-    # its cache has no bound, ours has
+    # Its cache has no bound, and ours has one.
     backend.grammar_compiler = ForkedCompiler(info, threads.others_wait)
     return backend
 
 
-class _Ready:
+class _XgrammarTokenizer:
     """The part of a self-describing tokenizer that SGLang's backend uses."""
 
     def __init__(self, info: xgrammar.TokenizerInfo) -> None:
@@ -241,7 +247,7 @@ def plain(complaint: str) -> str:
 
 def spelled(tokenizer: LoadedTokenizer) -> list[bytes]:
     """Each id's bytes as a grammar may match them. Control tokens and ids that only pad the embedding get a
-    byte no UTF-8 text holds.
+    byte that no UTF-8 text holds.
     """
     control = frozenset(tokenizer.control.values())
     return [

@@ -1,8 +1,8 @@
-"""The engine host's tie to its node: a pipe only the node can write to. When it closes, the host ends.
+"""The engine host's tie to its node: a pipe that only the node can write to. When it closes, the host ends.
 
-The watch has a thread of its own, because `sglang.Engine()` blocks the main thread
-for minutes, and it must not need anything from there. It ends the host's whole process session; files go
-first, because after the kill no process is left to remove them.
+The watch has a thread of its own, because `sglang.Engine()` blocks the main thread for minutes, and the watch
+must not need anything from there. It ends the host's whole process session. It removes files first, because
+after the kill no process is left to remove them.
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def watch(lifeline: int, *, tag: str, scratch: Path) -> None:
-    """Watch the read end of the pipe from a daemon thread. The caller must lead its own session: everything
-    in it will be killed.
+    """Watch the read end of the pipe from a daemon thread. The caller must lead its own session, because
+    everything in it will be killed.
     """
     threading.Thread(target=_wait, args=(lifeline, tag, scratch), name="lifeline", daemon=True).start()
 
@@ -31,9 +31,9 @@ def _wait(lifeline: int, tag: str, scratch: Path) -> None:
 
 def end_session(*, tag: str, scratch: Path) -> None:
     """Kill what this process started, remove what it left on disk and in memory, and kill the whole group,
-    ourselves included.
+    this process included.
     """
-    # SGLang brings it; a host without SGLang starts no process
+    # SGLang brings psutil along, and a host without SGLang starts no process.
     if importlib.util.find_spec("psutil") is not None:
         import psutil  # type: ignore[import-untyped]
 
@@ -44,8 +44,8 @@ def end_session(*, tag: str, scratch: Path) -> None:
 
 
 def remove_leftovers(*, tag: str, scratch: Path) -> None:
-    """SGLang kills its own helpers and so leaves semaphores, a load file and socket files; all bear our tag
-    or lie in our scratch folder.
+    """Remove what SGLang left when it killed its own helpers: semaphores, a load file and socket files. All
+    of these bear our tag or lie in our scratch folder.
     """
     for path in SHARED_MEMORY.glob(f"*{tag}*"):
         path.unlink(missing_ok=True)
@@ -53,5 +53,5 @@ def remove_leftovers(*, tag: str, scratch: Path) -> None:
 
 
 def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):  # it may have ended first
+    with suppress(ProcessLookupError):  # the process may have ended first
         os.kill(pid, signal.SIGKILL)

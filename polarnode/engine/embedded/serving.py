@@ -1,8 +1,8 @@
 """What an engine host does while its engine serves: it obeys the node's messages and sends back what is
 sampled.
 
-Every request of the node gets exactly one end (a last `Piece`, or `Failed`), every control call one `Done`;
-all chunks that are ready leave in one frame. Orders for the whole engine are handled in `control.py`.
+Every request of the node gets exactly one end (a last `Piece`, or `Failed`), and every control call one
+`Done`. All chunks that are ready leave in one frame. Orders for the whole engine are handled in `control.py`.
 """
 
 import asyncio
@@ -20,32 +20,33 @@ from polarnode.engine.embedded.control import (
     piece,
     request,
     routed,
-    score_request,
+    score_arguments,
     scored,
 )
 from polarnode.engine.protocol import (
     Abort,
-    Experts,
+    ExpertShape,
     Failed,
-    Fatal,
     Forget,
     FrameDecoder,
     Generate,
+    HostFatal,
     Load,
     Message,
     Piece,
-    Score,
+    ScoreTokens,
     Shutdown,
     ToNode,
-    encode_all,
+    encode_frames,
 )
 
-# seconds between looks at the scheduler's load: a shared-memory read of some 20 us; routing needs no finer
-LOAD_INTERVAL = 0.25
+# Seconds between looks at the scheduler's load, each a shared-memory read of some 20 us. Routing needs no
+# finer figure.
+LOAD_INTERVAL_S = 0.25
 READ_SIZE = 1 << 16
-LAST_WORDS = 2.0  # seconds to hand a sentence to a node that may not be reading
-# seconds for schedulers to give their GPU memory back by themselves: SGLang's own figure for the same wait
-SCHEDULER_EXIT = 15.0
+LAST_WORDS = 2.0  # seconds to hand a last sentence to a node that may not be reading
+# Seconds for schedulers to give their GPU memory back by themselves: SGLang's own figure for the same wait.
+SCHEDULER_EXIT_S = 15.0
 
 
 @define(eq=False)
@@ -57,7 +58,7 @@ class Serving:
     _writer: asyncio.StreamWriter
     _decoder: FrameDecoder
     _control: Control
-    _experts: Experts | None = None
+    _experts: ExpertShape | None = None
     _outbox: list[ToNode] = field(factory=list)
     _wake: asyncio.Event = field(factory=asyncio.Event)
     _calls: "dict[str, asyncio.Task[None]]" = field(factory=dict)
@@ -80,8 +81,8 @@ class Serving:
         await self._shut_down()
 
     def send(self, message: ToNode) -> None:
-        """Queue a message. Bounded by the requested tokens: the node takes frames as fast as the engine makes
-        them, or the engine's work waits here.
+        """Queue a message. The queue is bounded by the requested tokens: the node takes frames as fast as the
+        engine makes them, or the engine's work waits here.
         """
         self._outbox.append(message)
         self._wake.set()
@@ -97,11 +98,11 @@ class Serving:
 
     def _handle(self, message: Message) -> None:
         match message:
-            case Generate() | Score():
+            case Generate() | ScoreTokens():
                 self._calls[message.rid] = self._start(self._generate(message))
             case Abort(rid=rid):
                 if rid in self._calls:
-                    # before it was sent the request is dropped, after it SGLang aborts it by its id
+                    # Before it was sent the request is dropped, and after it SGLang aborts it by its id.
                     self._calls[rid].cancel()
             case Forget(session=session):
                 self._start(self._control.forget(session))
@@ -115,23 +116,24 @@ class Serving:
             await self._wake.wait()
             self._wake.clear()
             messages, self._outbox = self._outbox, []
-            for frame in encode_all(messages):
+            for frame in encode_frames(messages):
                 self._writer.write(frame)
             await self._writer.drain()
 
     def _start(self, work: "Coroutine[Any, Any, None]") -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)  # asyncio itself keeps no strong reference
+        self._tasks.add(task)  # asyncio itself keeps no strong reference to a task
         task.add_done_callback(self._tasks.discard)
         return task
 
     # ── generation ────────────────────────────────────────────────────────────
 
-    async def _generate(self, order: Generate | Score) -> None:
+    async def _generate(self, order: Generate | ScoreTokens) -> None:
         try:
-            # in a loop: generation may be held again before this task runs
+            # This is a loop, because generation may be held again before this task runs.
             while not self._control.resumed.is_set():
-                # here, not in SGLang, so that the salt is that of the weights which will read the prompt
+                # The request waits here, not in SGLang, so that the salt is that of the weights that will
+                # read the prompt.
                 await self._control.resumed.wait()
             await (self._stream(order) if isinstance(order, Generate) else self._score(order))
         except asyncio.CancelledError:
@@ -142,7 +144,7 @@ class Serving:
             )
             raise
         except ValueError as error:
-            # an adapter that SGLang lost is no fault of who asks for it
+            # An adapter that SGLang lost is not the fault of who asks for it.
             refused = not order.adapter or order.adapter in self._control.adapters
             self.send(Failed(rid=order.rid, message=str(error), retryable=False, refused=refused))
         except Exception as error:  # an isolation edge: one request's fault must not end its siblings
@@ -154,7 +156,7 @@ class Serving:
         if (lacking := self._lacking(order)) is not None:
             self.send(Failed(rid=order.rid, message=lacking, retryable=False))
             return
-        # cached keys and values of other weights must not be found: the version is their salt
+        # Cached keys and values of other weights must not be found, so the version is their salt.
         arguments = request(order, sessions=self._control.sessions)
         chunks = await self._engine.async_generate(**arguments, cache_salt=self._control.version)
         length, constrained = len(order.prompt) // 4, not CONSTRAINTS.isdisjoint(order.sampling)
@@ -189,11 +191,11 @@ class Serving:
             )
         return None
 
-    async def _score(self, order: Score) -> None:
+    async def _score(self, order: ScoreTokens) -> None:
         version, meta = self._control.version, {}
-        async for chunk in await self._engine.async_generate(**score_request(order), cache_salt=version):
+        async for chunk in await self._engine.async_generate(**score_arguments(order), cache_salt=version):
             meta = chunk["meta_info"]
-        if version != self._control.version:  # a part of the row may have been read by either
+        if version != self._control.version:  # either version may have read a part of the row
             message = "the weights changed while the row was scored"
             self.send(Failed(rid=order.rid, message=message, retryable=True))
         else:
@@ -202,7 +204,7 @@ class Serving:
     def _with_experts(
         self, order: Generate, last: Piece | Failed, length: int, meta: Mapping[str, Any]
     ) -> Sequence[ToNode]:
-        """A piece, and before the last one the experts that were requested; an aborted request has none."""
+        """A piece, and before the last one the experts that were requested. An aborted request has none."""
         if (
             order.routed_from is None
             or self._experts is None
@@ -232,7 +234,7 @@ class Serving:
             if load != last:
                 self.send(load)
                 last = load
-            await asyncio.sleep(LOAD_INTERVAL)
+            await asyncio.sleep(LOAD_INTERVAL_S)
 
     # ── the end ───────────────────────────────────────────────────────────────
 
@@ -252,14 +254,14 @@ class Serving:
         return died
 
     async def _send_last(self, sentence: str) -> NoReturn:
-        for frame in encode_all([*self._outbox, Fatal(message=sentence)]):
+        for frame in encode_frames([*self._outbox, HostFatal(message=sentence)]):
             self._writer.write(frame)
         await asyncio.wait_for(self._writer.drain(), LAST_WORDS)
         raise EngineDied(sentence)
 
     async def _shut_down(self) -> None:
-        """Ask the schedulers to release what they hold and wait for them: killed ones may keep GPU memory.
-        `Engine.shutdown` kills the rest.
+        """Ask the schedulers to release what they hold and wait for them, because killed ones may keep GPU
+        memory. `Engine.shutdown` kills the rest.
         """
         from sglang.srt.managers.io_struct import ShutdownReq
 
@@ -268,15 +270,15 @@ class Serving:
             asyncio.get_running_loop().remove_reader(child.sentinel)
         manager = self._engine.tokenizer_manager
         if manager._subprocess_watchdog is not None:
-            manager._subprocess_watchdog.stop()  # it takes any exit for a crash
+            manager._subprocess_watchdog.stop()  # the watchdog takes any exit for a crash
         manager._dispatch_to_scheduler(ShutdownReq())
         await asyncio.to_thread(_wait_for_schedulers)
         self._engine.shutdown()
 
 
 class EngineDied(Exception):
-    """A process of the engine ended by itself; the host must end too, because SGLang cannot serve
-    without it.
+    """A process of the engine ended by itself. The host must end too, because SGLang cannot serve without
+    it.
     """
 
 
@@ -284,4 +286,4 @@ def _wait_for_schedulers() -> None:
     import psutil  # type: ignore[import-untyped]
     from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
-    psutil.wait_procs(collect_scheduler_processes(), SCHEDULER_EXIT)
+    psutil.wait_procs(collect_scheduler_processes(), SCHEDULER_EXIT_S)

@@ -2,9 +2,9 @@
 
 SGLang's own updates leave a model half-changed when a load fails, and an error in one ends the scheduler.
 Here everything is checked before a tensor is touched, the old weights are kept until the commit, and nothing
-is raised: every step is ordered by `control.py` through SGLang's check_weights (its one control call with
-free text) and answers for all ranks. Imported in scheduler processes only, because torch and sglang are
-imported at the top.
+is raised. Every step is ordered by `control.py` through SGLang's check_weights (its one control call with
+free text) and answers for all ranks. The module is imported in scheduler processes only, because torch and
+sglang are imported at the top.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,8 @@ from polarnode.engine.embedded.control import OURS
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Outcome = tuple[bool, str]
-# times the copy's bytes must be free in main memory: else the kernel may kill the engine for lack of memory
+# The main memory that must be free, as a multiple of the copy's bytes: otherwise the kernel may kill the
+# engine for lack of memory.
 SPARE = 1.1
 TYPES = {
     torch.bfloat16: "BF16",
@@ -55,7 +56,7 @@ TYPES = {
 
 
 class KeptTensor(NamedTuple):
-    """A model tensor's old value."""
+    """A tensor of the model and a copy of its old value."""
 
     place: torch.Tensor
     copy: torch.Tensor
@@ -70,10 +71,11 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         super().__post_init__()
         self.kept: list[KeptTensor] = []
         self.loaded: set[str] = set()
-        self.opened = False  # the runners expect tensors
-        # a draft model with a checkpoint of its own is another model: it is never given the target's tensors
+        self.opened = False  # whether the runners expect tensors
+        # A draft model with a checkpoint of its own is another model, and is never given the target's
+        # tensors.
         self.follows = get_spec().speculative_draft_model_path in (None, get_model().model_path)
-        self.path = self._updaters()[0].model_config.model_path
+        self.path = self._all_updaters()[0].model_config.model_path
         self.model: Manifest = manifest(Path(self.path))
         self.drafts = draft_tensors(self.model)
 
@@ -89,7 +91,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             "restore": self._restore,
             "drop": self._drop,
         }
-        ok, text = self._agreed(steps[action])
+        ok, text = self._run_on_ranks(steps[action])
         return CheckWeightsReqOutput(success=ok, message=text)
 
     def update_weights_from_disk(
@@ -98,12 +100,12 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         def load() -> None:
             path = Path(recv_req.model_path)
             check_folder(path, self.model)
-            followers = self._followers() if self.drafts & manifest(path).keys() else []
-            for updater in (*self._targets(), *followers):
+            followers = self._draft_updaters() if self.drafts & manifest(path).keys() else []
+            for updater in (*self._target_updaters(), *followers):
                 _require(updater.update_weights_from_disk(recv_req.model_path, recv_req.load_format))
             self.loaded |= self.model.keys()
 
-        ok, text = self._agreed(load)
+        ok, text = self._run_on_ranks(load)
         return UpdateWeightFromDiskReqOutput(success=ok, message=text)
 
     def update_weights_from_tensor(
@@ -117,7 +119,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
                 )
             )
 
-        ok, text = self._agreed(load)
+        ok, text = self._run_on_ranks(load)
         return UpdateWeightsFromTensorReqOutput(success=ok, message=text)
 
     def update_weights_from_distributed(
@@ -126,7 +128,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         """Receive before checking, because the sender would hang in a broadcast without a receiver."""
 
         def load() -> None:
-            received = self._updaters()[0].receive_weights_from_distributed(
+            received = self._all_updaters()[0].receive_weights_from_distributed(
                 names=recv_req.names,
                 dtypes=recv_req.dtypes,
                 shapes=recv_req.shapes,
@@ -135,7 +137,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             )
             self._load(received)
 
-        ok, text = self._agreed(load)
+        ok, text = self._run_on_ranks(load)
         return UpdateWeightsFromDistributedReqOutput(success=ok, message=text)
 
     # ── the steps ─────────────────────────────────────────────────────────────
@@ -143,7 +145,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
     def _keep(self, ranks: int) -> None:
         self._drop()
         places = self._places()
-        size = ranks * sum(place.nbytes for place in places)  # the others look at the same memory now
+        size = ranks * sum(place.nbytes for place in places)  # the other ranks look at the same memory now
         if (free := psutil.virtual_memory().available) < size * SPARE:
             raise BadCheckpoint(
                 f"a way back takes {size / 1e9:.1f} GB of main memory and {free / 1e9:.1f} GB are free: free"
@@ -157,7 +159,7 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
         self._close()
 
     def _restore(self) -> None:
-        """In place, because captured CUDA graphs read these very addresses."""
+        """Restore the old weights in place, because captured CUDA graphs read these very addresses."""
         self._close()
         if not self.kept:
             raise BadCheckpoint("no old weights are kept to roll back to")
@@ -167,13 +169,13 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
                 raise BadCheckpoint("a load replaced tensors of the model, which cannot be undone in place")
             with torch.no_grad():
                 place.copy_(copy)
-        for updater in self._updaters():
+        for updater in self._all_updaters():
             updater.model_config.model_path = self.path
         self._drop()
 
     def _drop(self) -> None:
         self.kept, self.loaded = [], set()
-        self.path = self._updaters()[0].model_config.model_path
+        self.path = self._all_updaters()[0].model_config.model_path
 
     # ── inside ────────────────────────────────────────────────────────────────
 
@@ -186,19 +188,19 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
             check_tensors(found, self.model)
         if not self.opened:
             self.opened = True
-            for updater in self._updaters():
+            for updater in self._all_updaters():
                 updater.begin_weight_update()
         known = [each for each in named if not self.model or each[0] in self.model]
-        for updater in self._targets():
+        for updater in self._target_updaters():
             _require(updater.load_weights_from_distributed(known))
-        # without tensors of its own a draft keeps its old ones: it may guess worse, and nothing else
+        # Without tensors of its own a draft keeps its old ones. It may guess worse, and nothing else changes.
         if drafted := [each for each in known if each[0] in self.drafts]:
-            for updater in self._followers():
+            for updater in self._draft_updaters():
                 _require(updater.load_weights_from_distributed(drafted))
         self.loaded |= found.keys()
 
     def _tensors(self, payload: Any, layout: str | None) -> Named:
-        device = torch.device(self._updaters()[0].device)
+        device = torch.device(self._all_updaters()[0].device)
         if layout == "flattened_bucket":
             bucket = FlattenedTensorBucket(
                 flattened_tensor=payload["flattened_tensor"].to(device), metadata=payload["metadata"]
@@ -213,34 +215,34 @@ class Keeper(SchedulerWeightUpdaterManager):  # type: ignore[misc]  # sglang is 
     def _close(self) -> None:
         if self.opened:
             self.opened = False
-            for updater in self._updaters():
+            for updater in self._all_updaters():
                 updater.end_weight_update(run_post_load=False)
 
-    def _updaters(self) -> list[Any]:
-        """Of every model that an update may change, the target's first."""
-        return [*self._targets(), *self._followers()]
+    def _all_updaters(self) -> list[Any]:
+        """The updaters of every model that an update may change, the target's first."""
+        return [*self._target_updaters(), *self._draft_updaters()]
 
-    def _targets(self) -> list[Any]:
+    def _target_updaters(self) -> list[Any]:
         return [runner.weight_updater for role, runner in self._select_runners() if role == "target"]
 
-    def _followers(self) -> list[Any]:
-        """Of the drafts that the target's own checkpoint holds."""
+    def _draft_updaters(self) -> list[Any]:
+        """The updaters of the drafts that the target's own checkpoint holds."""
         drafts = [runner.weight_updater for role, runner in self._select_runners() if role != "target"]
         return drafts if self.follows else []
 
     def _places(self) -> list[torch.Tensor]:
-        """Every tensor that a forward pass reads, each memory once: tied weights are two names for one
-        memory.
+        """Every tensor that a forward pass reads, each memory once, because tied weights are two names for
+        one memory.
         """
-        models = [updater.get_model() for updater in self._updaters()]
+        models = [updater.get_model() for updater in self._all_updaters()]
         found = [each.data for model in models for each in (*model.parameters(), *model.buffers())]
         return list(
             {(each.data_ptr(), each.shape, each.stride()): each for each in found if each.numel()}.values()
         )
 
-    def _agreed(self, step: Callable[[], None]) -> Outcome:
-        """Whether every rank succeeded, and the reason if one did not. Nothing is raised: an error in a
-        scheduler ends it.
+    def _run_on_ranks(self, step: Callable[[], None]) -> Outcome:
+        """Run a step, and return whether every rank succeeded, and the reason if one did not. Nothing is
+        raised, because an error in a scheduler ends it.
         """
         try:
             step()

@@ -1,7 +1,8 @@
-"""`python -m polarnode.engine.simulated`: an engine host whose answers are random. Started by
-`engine/host.py`.
+"""`python -m polarnode.engine.simulated`: an engine host whose answers are random. `engine/host.py` starts
+it.
 
-It starts in less than a second: nothing of torch, transformers or sglang is imported here or below.
+It starts in less than a second: nothing of torch, transformers or sglang is imported here or in what it
+imports.
 """
 
 import asyncio
@@ -17,10 +18,10 @@ from typing import Any
 
 from polarnode.engine.checkpoints import manifest
 from polarnode.engine.embedded import lifeline
-from polarnode.engine.protocol import Fatal, FrameDecoder, Marks, Ready, Simulation, Start, encode
-from polarnode.engine.simulated.answers import Answers, load_vocabulary
-from polarnode.engine.simulated.cache import KV_ASIDE, SimulatedCache
-from polarnode.engine.simulated.serving import Serving, Updates
+from polarnode.engine.protocol import FamilyMarks, FrameDecoder, HostFatal, Ready, Simulation, Start, encode
+from polarnode.engine.simulated.answers import AnswerMaker, load_vocabulary
+from polarnode.engine.simulated.cache import RESERVED_TOKENS, SimulatedCache
+from polarnode.engine.simulated.serving import Serving, SimulatedWeights
 
 
 class Options:
@@ -32,7 +33,7 @@ class Options:
 
 
 def main() -> None:
-    """Read the settings, serve until ordered to stop."""
+    """Read the settings, and serve until ordered to stop."""
     parser = ArgumentParser(prog="polarnode.engine.simulated")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
@@ -56,9 +57,9 @@ async def _converse(connection: socket.socket) -> None:
     try:
         await (await _started(reader, writer)).run()
     except Exception as error:
-        # the process's own edge: the node is informed, the traceback belongs in the log
+        # The edge of the process: the node is informed, and the traceback belongs in the log.
         traceback.print_exc()
-        writer.write(encode(Fatal(message=f"{type(error).__name__}: {error}")))
+        writer.write(encode(HostFatal(message=f"{type(error).__name__}: {error}")))
     with suppress(ConnectionError):  # the node may be gone
         writer.close()
         await writer.wait_closed()
@@ -73,21 +74,21 @@ async def _started(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     if not isinstance(start, Start):
         raise ValueError(f"expected Start first, got {type(start).__name__}")
     arguments: dict[str, Any] = dict(start.arguments)
-    settings, marks = Simulation(**arguments["simulation"]), Marks(**arguments["marks"])
-    answers = Answers(
+    settings, marks = Simulation(**arguments["simulation"]), FamilyMarks(**arguments["marks"])
+    answers = AnswerMaker(
         vocabulary=load_vocabulary(Path(arguments["model_path"])), marks=marks, settings=settings
     )
     context, most = arguments["context_length"], settings.kv_tokens
     ready = Ready(
         vocab_size=arguments["vocab_size"],
         context_length=context,
-        capacity=min(context, most - KV_ASIDE) if most else context,
+        capacity=min(context, most - RESERVED_TOKENS) if most else context,
         max_total_tokens=most or context * settings.max_running,
         weight_version=arguments["weight_version"],
         sglang_version="simulated",
         drafts=arguments["drafts"],
     )
-    updates = Updates(version=ready.weight_version, model=manifest(Path(arguments["model_path"])))
+    updates = SimulatedWeights(version=ready.weight_version, model=manifest(Path(arguments["model_path"])))
     return Serving(
         reader=reader,
         writer=writer,

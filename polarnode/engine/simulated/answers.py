@@ -1,12 +1,12 @@
-"""What the simulated engine samples: random words, one whole tool call where the prompt lists tools, the
+"""What the simulated engine samples: random words, one whole tool call if the prompt lists tools, and the
 turn's end.
 
 Pure but for its caches. An answer depends on the settings' seed, the request's id and its prompt alone, so
-that a run can be repeated; and it parses as the family writes, or the harness would see an error no model
-makes. A harness obeys made-up calls, so commands only look, and a tool that runs commands is preferred to one
-that asks a user, starts other agents or writes files.
+that a run can be repeated. It parses as the family writes, because otherwise the harness would see an error
+that no model makes. A harness obeys made-up calls, so commands only look, and a tool that runs commands is
+preferred to one that asks a user, starts other agents or writes files.
 
-The vocabulary is read by the tokenizers library alone, in a tenth of the time transformers takes.
+The vocabulary is read by the tokenizers library alone, in a tenth of the time that transformers takes.
 """
 
 import json
@@ -21,22 +21,27 @@ from typing import Any, Literal
 from attrs import define, field, frozen
 from tokenizers import Tokenizer
 
-from polarnode.engine.protocol import Generate, Marks, Simulation
+from polarnode.engine.protocol import FamilyMarks, Generate, Simulation
 
 COMMANDS = ("ls", "pwd", "ls -la", "date", "head -n 5 *", "wc -c *", "uname -a", "env | wc -l")
-TAKES_COMMANDS = ("command", "cmd", "script")
-DEPTH = 4  # of made-up values: deeper ones are empty
+COMMAND_ARGUMENTS = ("command", "cmd", "script")
+DEPTH = 4  # depth of made-up values; deeper ones are empty
 WORDS = ("lake", "river", "stone", "cloud", "amber", "north")
 
 
-def tool_call(tools: Sequence[Mapping[str, Any]], chance: Random) -> dict[str, Any]:
-    """A call of one of the functions a prompt lists, as `{"name": …, "arguments": {…}}`."""
+def make_tool_call(tools: Sequence[Mapping[str, Any]], chance: Random) -> dict[str, Any]:
+    """A call of one of the functions that a prompt lists, as `{"name": …, "arguments": {…}}`."""
     runners = [
-        tool for tool in tools if any(name in TAKES_COMMANDS for name in _properties(tool.get("parameters")))
+        tool
+        for tool in tools
+        if any(name in COMMAND_ARGUMENTS for name in _properties(tool.get("parameters")))
     ]
     tool = chance.choice(runners or list(tools))
     schema = tool.get("parameters") or {}
-    wanted = [*schema.get("required", ()), *(name for name in _properties(schema) if name in TAKES_COMMANDS)]
+    wanted = [
+        *schema.get("required", ()),
+        *(name for name in _properties(schema) if name in COMMAND_ARGUMENTS),
+    ]
     properties = _properties(schema)
     return {
         "name": tool["name"],
@@ -45,7 +50,7 @@ def tool_call(tools: Sequence[Mapping[str, Any]], chance: Random) -> dict[str, A
 
 
 def value(schema: Any, chance: Random, depth: int = 0) -> Any:
-    """A value of a schema's type; keywords other than types, enums and properties are ignored."""
+    """A value of a schema's type. Keywords other than types, enums and properties are ignored."""
     if not isinstance(schema, Mapping):
         return chance.choice(WORDS)
     for keyword in ("enum", "anyOf", "oneOf"):
@@ -55,10 +60,10 @@ def value(schema: Any, chance: Random, depth: int = 0) -> Any:
     if "const" in schema:
         return schema["const"]
     kind = schema.get("type", "object" if "properties" in schema else "string")
-    return _of_type(kind[0] if isinstance(kind, list) else kind, schema, chance, depth)
+    return _type_value(kind[0] if isinstance(kind, list) else kind, schema, chance, depth)
 
 
-def _of_type(kind: str, schema: Mapping[str, Any], chance: Random, depth: int) -> Any:
+def _type_value(kind: str, schema: Mapping[str, Any], chance: Random, depth: int) -> Any:
     match kind:
         case "object":
             properties = _properties(schema)
@@ -91,7 +96,7 @@ def _of_type(kind: str, schema: Mapping[str, Any], chance: Random, depth: int) -
 
 def _named(name: str, schema: Any, chance: Random) -> Any:
     """A value for an argument whose name shows its meaning."""
-    if name not in TAKES_COMMANDS:
+    if name not in COMMAND_ARGUMENTS:
         return value(schema, chance)
     command = chance.choice(COMMANDS)
     return (
@@ -108,8 +113,10 @@ _WORD = re.compile(r"\u0120?[A-Za-z]+")  # U+0120 is how byte-level vocabularies
 
 
 @frozen(eq=False, kw_only=True)
-class Vocabulary:
-    """`words` are ids of plain words: any row of them is text, and none of them is a control token."""
+class WordVocabulary:
+    """The tokenizer of a model and its plain words. `words` are ids: any row of them is text, and none of
+    them is a control token.
+    """
 
     words: tuple[int, ...]
     _tokenizer: Tokenizer
@@ -123,8 +130,8 @@ class Vocabulary:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def load_vocabulary(model: Path) -> Vocabulary:
-    """From a checkpoint folder. Raises ValueError for a vocabulary without words, which is no
+def load_vocabulary(model: Path) -> WordVocabulary:
+    """Read the vocabulary of a checkpoint folder. Raises ValueError for one without words, which is no
     byte-level one.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -137,18 +144,18 @@ def load_vocabulary(model: Path) -> Vocabulary:
     )
     if not words:
         raise ValueError(f"the tokenizer in {model} knows no words: it is not a byte-level one")
-    return Vocabulary(words=words, tokenizer=tokenizer)
+    return WordVocabulary(words=words, tokenizer=tokenizer)
 
 
-# system turns whose tools are remembered: reading one of 15 000 tokens takes 5 ms, and all turns of all
-# attempts share a few
+# System turns whose tools are remembered: reading one of 15 000 tokens takes 5 ms, and all turns of all
+# attempts share a few.
 HEADS = 64
 THOUGHT = 8  # words of a thought that the prompt left open
 
 
 @frozen(kw_only=True)
 class RandomAnswer:
-    """All of one sample: `logprobs` are made up, of the size a real model's have at temperature 1."""
+    """All of one sample. `logprobs` are made up, of the size that a real model's have at temperature 1."""
 
     ids: "array[int]"
     logprobs: "array[float]"
@@ -156,22 +163,24 @@ class RandomAnswer:
 
 
 def simulated_scores(row: "array[int]", start: int) -> "array[float]":
-    """The logprobs of a row's tokens from `start` on: made up, and the same for the same two tokens."""
+    """The logprobs of a row's tokens from `start` on. They are made up, and the same for the same two
+    tokens.
+    """
     pairs = zip(row[start - 1 :], row[start:], strict=False)
     return array("f", (-((31 * before + token) % 1009) / 256 for before, token in pairs))
 
 
 @define(eq=False, kw_only=True)
-class Answers:
-    """The words of one model."""
+class AnswerMaker:
+    """Makes the answers of one model."""
 
-    vocabulary: Vocabulary
-    marks: Marks
+    vocabulary: WordVocabulary
+    marks: FamilyMarks
     settings: Simulation
     _tools: "OrderedDict[bytes, tuple[Mapping[str, Any], ...]]" = field(factory=OrderedDict, init=False)
 
     def answer(self, order: Generate) -> RandomAnswer:
-        """Raise ValueError for constraints that random words cannot satisfy."""
+        """The answer to an order. Raises ValueError for constraints that random words cannot satisfy."""
         chance = Random(f"{self.settings.seed} {order.rid}")
         prompt = array("i", order.prompt)
         written = self._written(order, prompt, chance)
@@ -184,7 +193,7 @@ class Answers:
         )
 
     def alternatives(self, order: Generate, answer: RandomAnswer) -> tuple["array[int]", "array[float]"]:
-        """For each token: itself, then random words, each less likely than the one before."""
+        """The alternatives of each token: itself, then random words, each less likely than the one before."""
         chance, words = Random(order.rid), self.vocabulary.words
         ids, logprobs = array("i"), array("f")
         for token, logprob in zip(answer.ids, answer.logprobs, strict=True):
@@ -203,7 +212,7 @@ class Answers:
         return [*thought, *chance.choices(self.vocabulary.words, k=max(0, room)), *call, self.marks.turn_end]
 
     def _thought(self, prompt: "array[int]", chance: Random) -> list[int]:
-        """The rest of a thought that the prompt opened, if it did: after the opening mark there is at most a
+        """The rest of a thought, if the prompt opened one. After the opening mark there is at most a
         newline.
         """
         if (
@@ -218,12 +227,12 @@ class Answers:
         if self.marks.call_open is None or self.marks.call_close is None:
             return []
         end = prompt.index(self.marks.turn_end) if self.marks.turn_end in prompt else len(prompt)
-        # the template's own example of a call: a control token, which no client can write
+        # The template's own example of a call has this control token, which no client can write.
         listed = self.marks.call_close in prompt[:end]
         tools = self._listed(prompt[:end]) if listed else ()
         if not tools or prompt[end:].count(self.marks.call_close) >= self.settings.calling_turns:
             return []
-        body = json.dumps(tool_call(tools, chance), ensure_ascii=False)
+        body = json.dumps(make_tool_call(tools, chance), ensure_ascii=False)
         return [self.marks.call_open, *self.vocabulary.encode(f"\n{body}\n"), self.marks.call_close]
 
     def _listed(self, head: "array[int]") -> tuple[Mapping[str, Any], ...]:
@@ -238,8 +247,8 @@ class Answers:
 
 
 def _functions(text: str) -> list[Mapping[str, Any]]:
-    """Functions are listed one per line between the last `<tools>` and its end; a line that is not a function
-    was a client's own text.
+    """The functions of a prompt. They are listed one per line between the last `<tools>` and its end. A line
+    that is no function was a client's own text.
     """
     listed = text.rpartition("<tools>\n")[2].partition("\n</tools>")
     found: list[Mapping[str, Any]] = []

@@ -1,9 +1,9 @@
 """The cache and the clock of a simulated engine that has `kv_tokens`: `kv_model.py` under the requests of a
 node.
 
-Keys of the model are the tokens of whole pages themselves: the tree has what stands before. The first one
-has a salt, the version of the weights and of the adapter, as in the real engine. Time is that of the event
-loop, `speed` times as fast, and stands still during a pause.
+Keys of the model are the tokens of whole pages themselves, because the tree has what stands before them. The
+first key has a salt, the version of the weights and of the adapter, as in the real engine. Time is that of
+the event loop, `speed` times as fast, and stands still during a pause.
 """
 
 from array import array
@@ -16,14 +16,14 @@ from attrs import define, field
 from polarnode.engine.kv_model import KvConstants, KvEvent, KvModel
 from polarnode.engine.protocol import Simulation
 
-# sessions of which the latest prompt is remembered, to forget it: more than any engine has at once
+# Sessions of which the latest prompt is remembered, in order to forget it: more than any engine has at once.
 SESSIONS = 4096
-KV_ASIDE = 6  # tokens of the cache that SGLang gives no single request: the node must not either
-LEAST_S = 1e-6  # seconds of a step where the settings have none: time has to pass
+RESERVED_TOKENS = 6  # tokens of the cache that SGLang gives no single request, so the node must not either
+LEAST_S = 1e-6  # seconds of a step if the settings have none, because time has to pass
 
 
 def constants(settings: Simulation) -> KvConstants:
-    """The model's constants, in its words."""
+    """The constants of the model, from the settings."""
     return KvConstants(
         capacity=settings.kv_tokens,
         page=settings.kv_page,
@@ -39,7 +39,7 @@ def constants(settings: Simulation) -> KvConstants:
 
 @define(eq=False)
 class RequestProgress:
-    """How far a request is: `sampled` of its `total` tokens are known, `cached` ones of its prompt were
+    """How far a request is. `sampled` of its `total` tokens are known, and `cached` tokens of its prompt were
     found.
     """
 
@@ -54,20 +54,21 @@ class RequestProgress:
 
 @define(eq=False)
 class SimulatedCache:
-    """Requests in, and how far they are at a time of the event loop (seconds)."""
+    """Takes requests, and says how far they are at a time of the event loop (seconds)."""
 
     settings: Simulation
     _model: KvModel = field(init=False)
-    _late: float = field(default=0.0, init=False)  # seconds of all pauses
+    _late: float = field(default=0.0, init=False)  # seconds of all pauses together
     _requests: dict[str, RequestProgress] = field(factory=dict, init=False)
-    _known: dict[str, Sequence[Hashable]] = field(factory=dict, init=False)  # by session: its latest pages
+    # The latest pages of each session.
+    _known: dict[str, Sequence[Hashable]] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self._model = KvModel(constants(self.settings))
 
     def require(self, tokens: int) -> None:
-        """Raises ValueError for a request that the cache can never hold."""
-        if tokens > self.settings.kv_tokens - KV_ASIDE:
+        """Raise ValueError for a request that the cache can never hold."""
+        if tokens > self.settings.kv_tokens - RESERVED_TOKENS:
             raise ValueError(
                 f"{tokens} tokens of prompt and sample do not fit a cache of {self.settings.kv_tokens}: raise"
                 " simulated.kv_tokens"
@@ -79,7 +80,7 @@ class SimulatedCache:
 
     @property
     def usage(self) -> float:
-        """The share of the cache that requests hold: what could be evicted counts as free, as in SGLang."""
+        """The share of the cache that requests hold. What could be evicted counts as free, as in SGLang."""
         return (self._model.used - self._model.evictable) / self.settings.kv_tokens
 
     def submit(
@@ -93,9 +94,11 @@ class SimulatedCache:
         session: str,
         now: float,
     ) -> list[RequestProgress]:
-        """A request whose answer is known, and for which there is room. Gives what happened until then."""
+        """Submit a request whose answer is known, and for which there is room. Returns what happened until
+        then.
+        """
         found = self.advance(now)
-        # of the last token of a sample no keys and values are ever made
+        # No keys and values are ever made of the last token of a sample.
         keys = self._keys(chain(prompt, sample[:-1]), salt)
         pages = len(prompt) // self.settings.kv_page
         self._model.submit(
@@ -111,12 +114,12 @@ class SimulatedCache:
         return found
 
     def abort(self, rid: str) -> None:
-        """A request that was submitted is over."""
+        """End a request that was submitted."""
         if self._requests.pop(rid, None) is not None:
             self._model.abort(rid)
 
     def forget(self, session: str) -> None:
-        """What is cached of a session and of no other is evicted first."""
+        """Let what is cached of a session and of no other be evicted first."""
         keys = self._known.pop(session, None)
         if keys is not None:
             self._model.forget(keys)
@@ -126,7 +129,7 @@ class SimulatedCache:
         self._model.flush()
 
     def due(self) -> float | None:
-        """When something happens next; None: when somebody asks."""
+        """When something happens next. None if nothing happens before somebody asks."""
         at = self._model.next_time()
         return None if at is None else at / self.settings.speed + self._late
 
@@ -152,13 +155,13 @@ class SimulatedCache:
             sampled = request.total if request.over else self._model.sampled(request.rid)
             if request.over:
                 del self._requests[request.rid]
-                self._remember(request)
-            elif sampled <= request.sampled:  # less: it was retracted, and will come to it again
+                self._remember_prompt(request)
+            elif sampled <= request.sampled:  # less means that it was retracted, and will come to it again
                 continue
             request.sampled = sampled
             yield request
 
-    def _remember(self, request: RequestProgress) -> None:
+    def _remember_prompt(self, request: RequestProgress) -> None:
         if request.session:
             self._known.pop(request.session, None)
             self._known[request.session] = request.keys

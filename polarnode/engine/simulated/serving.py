@@ -1,10 +1,10 @@
 """The simulated engine at work: requests wait, are prefilled, and give their tokens when a real engine would.
 
 As in the real host every request gets exactly one end and every control call one `Done`. One task keeps the
-time of all requests, so that a thousand of them cost a heap and no tasks; what is due together leaves in one
+time of all requests, so that a thousand of them cost a heap and no tasks. What is due together leaves in one
 frame. Prefix-cache hits are estimated from hashes of every BLOCK tokens. Weight updates obey the same orders
-and are refused for the same reasons where those can be seen without torch; of a payload only its pickle
-header is looked at. Where `kv_tokens` bounds the cache, `cache.py` says what is found and when tokens come.
+and are refused for the same reasons, as far as those can be seen without torch; of a payload only its pickle
+header is looked at. If `kv_tokens` bounds the cache, `cache.py` says what is found and when tokens come.
 """
 
 import asyncio
@@ -44,31 +44,31 @@ from polarnode.engine.protocol import (
     Piece,
     Ready,
     RollBack,
-    Score,
-    Scored,
+    RowLogprobs,
+    ScoreTokens,
     Shutdown,
     Simulation,
     ToNode,
     UnloadAdapter,
     Update,
-    encode_all,
+    encode_frames,
 )
-from polarnode.engine.simulated.answers import Answers, RandomAnswer, simulated_scores
+from polarnode.engine.simulated.answers import AnswerMaker, RandomAnswer, simulated_scores
 from polarnode.engine.simulated.cache import RequestProgress, SimulatedCache
 
-BLOCK = 256  # tokens: a prompt of 30 000 is 120 hashes, some 0.2 ms
+BLOCK = 256  # tokens; a prompt of 30 000 is 120 hashes, some 0.2 ms
 KEPT = 1 << 16  # blocks, the latest used: 16 million tokens, more than the cache of any one GPU
 
 
 @define(eq=False)
 class Prefixes:
-    """The latest prompts. Those of other weights are dropped by `clear`."""
+    """The latest prompts. `clear` drops those of other weights."""
 
     _known: "OrderedDict[bytes, None]" = field(factory=OrderedDict, init=False)
 
     def cached(self, prompt: bytes, salt: str = "") -> int:
-        """The number of cached tokens of an int32 prompt, which is then cached itself, under a salt of its
-        own where an adapter samples. At least one token is always computed.
+        """The number of cached tokens of an int32 prompt, which is then cached itself. It has a salt of its
+        own if an adapter samples. At least one token is always computed.
         """
         size, digest, leading, found = 4 * BLOCK, blake2b(salt.encode(), digest_size=8), True, 0
         for start in range(0, len(prompt) - size, size):
@@ -86,12 +86,12 @@ class Prefixes:
         self._known.clear()
 
 
-PICKLE = b"\x80"
+PICKLE_HEADER = b"\x80"
 
 
 @define(eq=False)
-class Updates:
-    """The weights of one simulated host. `model` is what its checkpoint holds, `adapters` names what is
+class SimulatedWeights:
+    """The weights of one simulated host. `model` is what its checkpoint holds, and `adapters` names what is
     loaded beside it.
     """
 
@@ -105,7 +105,8 @@ class Updates:
     def obey(self, order: Update) -> tuple[bool, str]:
         try:
             self._obey(order)
-        except (BadCheckpoint, OSError) as error:  # a disk's fault ends no sessions: SGLang refuses it too
+        # A disk's fault ends no sessions, and SGLang refuses it too.
+        except (BadCheckpoint, OSError) as error:
             return False, str(error)
         return True, ""
 
@@ -143,21 +144,23 @@ class Updates:
             case LoadDisk(path=path):
                 check_folder(Path(path), self.model)
             case LoadTensors(payloads=payloads):
-                require(all(each.startswith(PICKLE) for each in payloads), "a payload is no pickle")
+                require(all(each.startswith(PICKLE_HEADER) for each in payloads), "a payload is no pickle")
             case LoadBroadcast(group=group):
                 require(group in self._groups, f"Group {group} not in {sorted(self._groups)}")
             case _:
                 assert_never(order)
 
 
-LOAD_INTERVAL = 0.25  # seconds, as the real host's
-TOGETHER = 0.002  # seconds: what is due within them leaves in one frame
+LOAD_INTERVAL_S = 0.25  # seconds, as in the real host
+SEND_WINDOW_S = 0.002  # seconds; what is due within them leaves in one frame
 READ_SIZE = 1 << 18
 
 
 @define(eq=False)
 class SimulatedRequest:
-    """One generation. `begun` is the time when its first token is due; `sent` counts tokens sent."""
+    """One generation. `begun` is the time when its first token is due, and `sent` counts the tokens that were
+    sent.
+    """
 
     order: Generate
     answer: RandomAnswer
@@ -175,15 +178,16 @@ class Serving:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     decoder: FrameDecoder
-    answers: Answers
+    answers: AnswerMaker
     settings: Simulation
     ready: Ready
-    updates: Updates
+    updates: SimulatedWeights
     cache: SimulatedCache | None = None
-    session_cache: bool = False  # evict what sessions refer to after all else, as SGLang where that is set
+    # Evict what sessions refer to after everything else, as SGLang does if that is set.
+    session_cache: bool = False
     _requests: dict[str, SimulatedRequest] = field(factory=dict, init=False)
-    _scores: dict[str, asyncio.TimerHandle] = field(factory=dict, init=False)  # rows that are read
-    # bounded by the calls the node has in flight
+    _scores: dict[str, asyncio.TimerHandle] = field(factory=dict, init=False)  # rows that are being read
+    # Bounded by the calls that the node has in flight.
     _waiting: "deque[SimulatedRequest]" = field(factory=deque, init=False)
     _running: int = field(default=0, init=False)
     _due: "list[tuple[float, int, SimulatedRequest]]" = field(factory=list, init=False)
@@ -198,7 +202,7 @@ class Serving:
         """Serve until the node sends Shutdown or closes the connection."""
         self._outbox.append(self.ready)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(self._keep_time()), tasks.create_task(self._tell_load())]
+            beside = [tasks.create_task(self._keep_time()), tasks.create_task(self._report_load())]
             await self._obey()
             for each in beside:
                 each.cancel()
@@ -217,13 +221,13 @@ class Serving:
         match message:
             case Generate():
                 self._take(message)
-            case Score():
+            case ScoreTokens():
                 self._score(message)
             case Abort(rid=rid) if rid in self._scores:
                 self._scores.pop(rid).cancel()
                 self._outbox.append(Failed(rid=rid, message="the row was given up", retryable=True))
             case Abort(rid=rid):
-                self._abort(rid)
+                self._abort_request(rid)
             case Forget(session=session):
                 if self.cache is not None and self.session_cache:
                     self.cache.forget(session)
@@ -235,7 +239,7 @@ class Serving:
 
     async def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
-        for frame in encode_all(messages):
+        for frame in encode_frames(messages):
             self.writer.write(frame)
         await self.writer.drain()
 
@@ -261,19 +265,21 @@ class Serving:
         self._waiting.append(request)
         self._admit()
 
-    def _score(self, order: Score) -> None:
-        """A row takes as long as its prefill."""
+    def _score(self, order: ScoreTokens) -> None:
+        """Read a row, which takes as long as its prefill."""
         rate = self.settings.prefill_tokens_per_s
         seconds = self.settings.first_token_s + (len(order.row) / 4 / rate if rate else 0.0)
         self._scores[order.rid] = asyncio.get_running_loop().call_later(seconds, self._scored, order)
 
-    def _scored(self, order: Score) -> None:
-        if self._paused_at is not None:  # it is computed after the pause
+    def _scored(self, order: ScoreTokens) -> None:
+        if self._paused_at is not None:  # the row is computed after the pause
             self._score(order)
             return
         del self._scores[order.rid]
         logprobs = simulated_scores(array("i", order.row), order.start)
-        self._outbox.append(Scored(rid=order.rid, logprobs=logprobs.tobytes(), version=self.updates.version))
+        self._outbox.append(
+            RowLogprobs(rid=order.rid, logprobs=logprobs.tobytes(), version=self.updates.version)
+        )
         self._wake.set()
 
     def _admit(self) -> None:
@@ -286,16 +292,16 @@ class Serving:
             if request.over:
                 continue
             if self.cache is not None:
-                self._share(self.cache, request, now)
+                self._share_cache(self.cache, request, now)
                 continue
             self._running += 1
             request.cached = self._prefixes.cached(request.order.prompt, request.order.adapter)
             rate = self.settings.prefill_tokens_per_s
             prefill = (len(request.order.prompt) // 4 - request.cached) / rate if rate else 0.0
             request.begun = now + self.settings.first_token_s + prefill
-            self._schedule(request)
+            self._schedule_chunk(request)
 
-    def _share(self, cache: SimulatedCache, request: SimulatedRequest, now: float) -> None:
+    def _share_cache(self, cache: SimulatedCache, request: SimulatedRequest, now: float) -> None:
         """Let a request wait, be read and be sampled among the others of one cache."""
         order = request.order
         moved = cache.submit(
@@ -310,7 +316,7 @@ class Serving:
         self._send_moved(moved)
 
     def _send_moved(self, moved: Sequence[RequestProgress]) -> None:
-        """The pieces of requests that have come further."""
+        """Send the pieces of requests that have come further."""
         for each in moved:
             request = self._requests[each.rid]
             request.cached = each.cached
@@ -319,8 +325,8 @@ class Serving:
                 if request.over:
                     break
 
-    def _schedule(self, request: SimulatedRequest) -> None:
-        """The time when the next chunk is complete: a chunk's tokens are sampled one by one."""
+    def _schedule_chunk(self, request: SimulatedRequest) -> None:
+        """Schedule the time when the next chunk is complete. A chunk's tokens are sampled one by one."""
         if self.cache is not None:
             return
         rate = self.settings.tokens_per_s
@@ -329,7 +335,7 @@ class Serving:
             self._due, (request.begun + ((last - 1) / rate if rate else 0.0), next(self._numbers), request)
         )
 
-    def _abort(self, rid: str) -> None:
+    def _abort_request(self, rid: str) -> None:
         request = self._requests.get(rid)
         if request is not None:
             if self.cache is not None:
@@ -352,11 +358,11 @@ class Serving:
     # ── time ──────────────────────────────────────────────────────────────────
 
     async def _keep_time(self) -> None:
-        """Send what is due, sleep until the next is, or until something happened."""
+        """Send what is due, then sleep until the next chunk is due or something happens."""
         loop = asyncio.get_running_loop()
         while True:
             self._wake.clear()
-            self._send_due(loop.time() + TOGETHER)
+            self._send_due(loop.time() + SEND_WINDOW_S)
             if self._outbox:
                 await self._flush()
                 continue
@@ -380,12 +386,12 @@ class Serving:
                 self._outbox.append(self._piece(request))
 
     def _piece(self, request: SimulatedRequest) -> Piece:
-        """The next chunk; schedules the one after it, or ends the request."""
+        """The next chunk. This schedules the one after it, or ends the request."""
         first, total = request.sent, len(request.answer.ids)
         last = request.sent = min(first + self.settings.chunk_tokens, total)
         others, (ids, logprobs) = 4 * request.order.top_logprobs, request.alternatives
         if last < total:
-            self._schedule(request)
+            self._schedule_chunk(request)
         else:
             self._end(request)
         return Piece(
@@ -399,7 +405,7 @@ class Serving:
             alternative_logprobs=logprobs[first * others : last * others],
         )
 
-    async def _tell_load(self) -> None:
+    async def _report_load(self) -> None:
         while True:
             cache, running = self.cache, self._running if self.cache is None else self.cache.running
             load = Load(
@@ -413,7 +419,7 @@ class Serving:
                 self._load = load
                 self._outbox.append(load)
                 self._wake.set()
-            await asyncio.sleep(LOAD_INTERVAL)
+            await asyncio.sleep(LOAD_INTERVAL_S)
 
     # ── control ───────────────────────────────────────────────────────────────
 
@@ -450,10 +456,10 @@ class Serving:
                 self.cache.delay(late)
             for _, _, request in self._due:
                 request.begun += late
-            # all by the same: still a heap
+            # All are moved by the same time, so this is still a heap.
             self._due = [(due + late, number, request) for due, number, request in self._due]
             self._admit()
 
     def _abort_all(self) -> None:
         for rid in list(self._requests):
-            self._abort(rid)
+            self._abort_request(rid)

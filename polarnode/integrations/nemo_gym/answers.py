@@ -1,14 +1,14 @@
 """A trajectory as Gym's verify response: its reward, and a Responses object whose items carry the sampled
 tokens.
 
-A trainer that uses Gym takes one line of turns, where each prompt begins with all that came before it. Of
-several rows the main agent's with the most trainable tokens is delivered; the others are counted, never mixed
-in. The tokens of a turn are at the last item of its answer, once.
+A trainer that uses Gym takes one line of turns, in which each prompt begins with all that came before it. If
+there are several rows, the main agent's row with the most trainable tokens is delivered; the others are
+counted, never mixed in. The tokens of a turn stand once, at the last item of its answer.
 
 A session without a reward is masked, so that its 0 is not taken for one. NeMo RL reads the mask below
-`instance_config` (`_extract_mask_sample_flags` of nemo_rl/experience/rollouts.py at 7ea279a), leaves the 0
-of a masked sample in its group's baseline all the same, and raises for a rollout without any sampled token.
-So what `unusable` names is no answer for a trainer.
+`instance_config` (`_extract_mask_sample_flags` of nemo_rl/experience/rollouts.py at 7ea279a), but still
+counts the 0 of a masked sample in its group's baseline, and raises for a rollout without any sampled token.
+So a rollout for which `unusable` gives a reason is not sent to a trainer as an answer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from polarnode.trainers.nemo_rl import gym_items
 from polarnode.trainers.rows import TrainedRow, rows_of
 
 # Gym's names of failures, by the boundary of our errors.
-FAILURES: Final[Mapping[str | None, str]] = {
+FAILURE_KINDS: Final[Mapping[str | None, str]] = {
     "runtime": "provider_unavailable",
     "evaluator": "verifier_error",
     "harness": "agent_request_failed",
@@ -52,8 +52,8 @@ def verify_response(request: GymRequest, found: Trajectory) -> dict[str, Json]:
 
 
 def unusable(found: Trajectory) -> str | None:
-    """Why a rollout cannot be trained, in words; None if it can. Its agent is not to blame, or there is
-    nothing of its agent.
+    """Why a rollout cannot be trained, in words; None if it can. Its agent is not to blame for its end, or
+    its agent left nothing.
     """
     reason = found.outcome.reason or "without a reason"
     if lost_to_the_machine(found.outcome):
@@ -66,7 +66,7 @@ def unusable(found: Trajectory) -> str | None:
 
 
 def _failure(outcome: Outcome) -> str | None:
-    """Gym's name of a failure; None for none."""
+    """Gym's name of a failure; None if there is none."""
     match outcome.status:
         case "completed":
             return None
@@ -79,7 +79,7 @@ def _failure(outcome: Outcome) -> str | None:
         case "interrupted":
             return SERVER
         case "error":
-            return FAILURES.get(outcome.boundary, SERVER)
+            return FAILURE_KINDS.get(outcome.boundary, SERVER)
 
 
 def _ours(found: Trajectory) -> Json:
@@ -107,14 +107,14 @@ def _ours(found: Trajectory) -> Json:
 
 
 def prompt_digest(found: Trajectory) -> str | None:
-    """A digest of what the delivered row's first sample was conditioned on; None without a row."""
+    """A digest of the tokens before the first sample of the delivered row; None without a row."""
     row = delivered(found)
     return None if row is None else sha256(row.tokens[: row.trace.prompt_length].tobytes()).hexdigest()
 
 
 def delivered(found: Trajectory) -> TrainedRow | None:
-    """The row that is delivered: the main agent's with the most trainable tokens, else any with the most; the
-    first of equals.
+    """The row to deliver: the main agent's row with the most trainable tokens, else any row with the most;
+    the first of equals.
     """
     rows = rows_of(found)
     main = [row for row in rows if row.trace.role == "main"] or list(rows)
@@ -128,7 +128,7 @@ def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
     """The rollout as one Responses object: every message, call and result of the delivered turns."""
     row = delivered(found)
     turns = _line(found, row)
-    # as in every format: a budget ended the session, or a limit its last answer
+    # As in every format: a budget ended the session, or a limit cut its last answer.
     cut = found.outcome.status == "timeout" or (bool(turns) and turns[-1].finish_reason == "length")
     return {
         "id": f"resp_{found.session_id}",
@@ -152,7 +152,7 @@ def response(params: CreateParams, found: Trajectory) -> dict[str, Json]:
 
 
 def _line(found: Trajectory, row: TrainedRow | None) -> list[Turn]:
-    """The turns that are delivered: those of the row; for a session without rows, its main agent's."""
+    """The turns to deliver: those of the row, or those of the main agent if the session has no rows."""
     if row is None:
         return [turn for turn in found.turns if turn.role == "main"]
     within = {span.turn for span in row.trace.turn_spans}
@@ -183,7 +183,7 @@ def _output(found: Trajectory, turns: list[Turn], row: TrainedRow | None) -> Ite
                     yield item
         items = list(_answer_items(turn))
         if turn.index in tokens:
-            # the answer is empty: its tokens need an item all the same
+            # If the answer is empty, its tokens still need an item.
             items = items or [_message(turn, 0, "")]
             items[-1] |= tokens[turn.index]
         yield from items
@@ -197,14 +197,14 @@ def _tokens(found: Trajectory, row: TrainedRow) -> dict[int, dict[str, Json]]:
 
 
 def _input_item(message: Message) -> dict[str, Json] | None:
-    """A message that came between two answers, as an item; None for one that Gym has no item for."""
+    """A message between two answers as an item; None if Gym has no item for it."""
     match message.role:
         case "tool":
             return {"type": "function_call_output", "call_id": message.call_id or "", "output": message.text}
         case "user" | "system":
             return {"type": "message", "role": message.role, "content": message.text}
         case "assistant":
-            # written by the harness: as an item of Gym's it would count as sampled
+            # The harness wrote this message; as an item of Gym's it would count as sampled.
             return None
 
 
@@ -247,8 +247,8 @@ def _item_id(kind: str, turn: Turn, index: int) -> str:
 
 
 def aggregated(responses: list[Mapping[str, Json]]) -> dict[str, Json]:
-    """Gym's AggregateMetrics of a collection: the mean reward of each task and of all, masked samples
-    aside.
+    """Gym's AggregateMetrics of a collection: the mean reward of each task and of all, without masked
+    samples.
     """
     measured = [each for each in responses if each.get("mask_sample") is not True]
     by_task: dict[str, list[float]] = {}
@@ -257,7 +257,7 @@ def aggregated(responses: list[Mapping[str, Json]]) -> dict[str, Json]:
     rewards = [_reward(each) for each in measured]
     overall: dict[str, Json] = {"mean/reward": sum(rewards) / len(rewards)} if rewards else {}
     groups: list[Json] = [
-        {"_ng_task_index": _index(name), "mean/reward": sum(some) / len(some)}
+        {"_ng_task_index": _task_index(name), "mean/reward": sum(some) / len(some)}
         for name, some in by_task.items()
     ]
     return {
@@ -272,5 +272,5 @@ def _reward(each: Mapping[str, Json]) -> float:
     return float(reward) if isinstance(reward, int | float) else 0.0
 
 
-def _index(name: str) -> Json:
+def _task_index(name: str) -> Json:
     return int(name) if name.isdigit() else None

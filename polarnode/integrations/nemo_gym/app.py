@@ -1,11 +1,12 @@
 """A NeMo Gym agent server as a Quart app: each request is a task on a node, submitted, waited for and read.
 
 A collection requests thousands of rollouts at once and a node's socket takes hundreds of connections, so all
-of them wait on one stream of events. What the stream misses is found by polling: a gap delays a rollout and
-never loses it. When a client disconnects its session is cancelled, unless Gym has a name for the rollout and
-will request it again. Refusals have the shape of Gym's own servers (`{"detail"}`): 422 for an invalid
+of them wait on one stream of events. Polling finds events that the stream misses, so a gap delays a rollout
+and never loses it. When a client disconnects its session is cancelled, unless Gym has a name for the rollout
+and will request it again. Refusals have the shape of Gym's own servers (`{"detail"}`): 422 for an invalid
 request, 409 for a rollout id of another request, 503 while the node gives no answer, which is worth a retry,
-and for a rollout that was lost: NeMo RL takes a 5xx for the machine's fault, and a 200 for a sample.
+and also for a rollout that was lost, because NeMo RL takes a 5xx for the machine's fault and a 200 for a
+sample.
 """
 
 import logging
@@ -32,18 +33,24 @@ from polarnode.integrations.nemo_gym.answers import (
     unusable,
     verify_response,
 )
-from polarnode.integrations.nemo_gym.requests import GymRequest, TaskTemplate, read_responses, read_run
+from polarnode.integrations.nemo_gym.requests import (
+    GymRequest,
+    TaskTemplate,
+    read_responses_request,
+    read_run_request,
+)
 from polarnode.support.bounded import remember
 
 # ── rollouts ────────────────────────────────────────────────────────────
 
 logger = logging.getLogger(__name__)
 
-# between polls of a task that the stream has no event of: a request each, for minutes of work
+# Seconds between polls of a task of which the stream has no event. A poll is one request, for minutes of
+# work.
 LOOK_S: Final = 30.0
-# seconds without an answer of the node before a rollout fails: a node restarts in one or two minutes
+# Seconds without an answer of the node after which a rollout fails. A node restarts in one or two minutes.
 PATIENCE_S: Final = 600.0
-CANCEL_S: Final = 10.0  # for the cancellation of a task that nobody waits for
+CANCEL_TIMEOUT_S: Final = 10.0  # seconds to cancel a task that nobody waits for
 
 
 class NodeClient(Protocol):
@@ -71,10 +78,10 @@ class Rollouts:
     """The rollouts of one node. Run `follow` as a service; call `run` for each rollout."""
 
     node: NodeClient
-    _over: dict[str, trio.Event] = field(factory=dict, init=False)  # tasks that are waited for
+    _over: dict[str, trio.Event] = field(factory=dict, init=False)  # the tasks that callers wait for
 
     async def follow(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Wake `run` when its task is over. Runs for ever."""
+        """Wake `run` when its task is over. Runs forever."""
         last = (await self.node.status())["journal"]["last_seq"]
         task_status.started()
         async with self.node.trajectories(after=last, follow=True, kinds=("task",)) as events:
@@ -83,7 +90,7 @@ class Rollouts:
                     self._wake(event.data["task_id"])
 
     async def run(self, spec: TaskSpec, *, key: str | None) -> Trajectory:
-        """Run one rollout. Gives its trajectory with all its turns."""
+        """Run one rollout, and return its trajectory with all its turns."""
         task_id = (await self.node.submit(spec, idempotency_key=key)).task_id
         over = False
         try:
@@ -91,15 +98,17 @@ class Rollouts:
             over = True
         finally:
             if not over and key is None:
-                with trio.move_on_after(CANCEL_S, shield=True):
+                with trio.move_on_after(CANCEL_TIMEOUT_S, shield=True):
                     await self._give_up(task_id)
         return await self.node.trajectory(session_id, turns="full")
 
     async def _wait_over(self, task_id: str) -> str:
-        """Wait until the task is over. Gives the id of the session that held its one place in the end."""
+        """Wait until the task is over, and return the id of the session that held its one place at the
+        end.
+        """
         answered = trio.current_time()
         while True:
-            # before the poll, so that an end between the two is not missed
+            # The event is made before the poll, so that an end between the two is not missed.
             event = self._over.setdefault(task_id, trio.Event())
             try:
                 status = await self.node.task_status(task_id)
@@ -132,21 +141,22 @@ class Rollouts:
 
 # ── prompts of a group ────────────────────────────────────────────────────────
 
-ROWS = 4096  # of the dataset whose last prompt is kept: 200 bytes each, more than a step of any trainer has
+# The rows of the dataset whose last prompt is kept: 200 bytes each, more than a step of any trainer has.
+ROWS = 4096
 
 
 @define(eq=False)
 class PromptWatch:
-    """Whether the rollouts of one row of the dataset have the same prompt.
+    """Checks whether the rollouts of one row of the dataset have the same prompt.
 
     NeMo RL's GRPO makes its groups by equal prompts (`calculate_baseline_and_std_per_prompt` of
-    nemo_rl/algorithms/utils.py at 7ea279a): a rollout whose prompt no other has gets the advantage 0.
+    nemo_rl/algorithms/utils.py at 7ea279a): a rollout whose prompt no other rollout has gets the advantage 0.
     """
 
     _digests: dict[str, str] = field(factory=dict, init=False)
 
     def same(self, request: GymRequest, found: Trajectory) -> bool:
-        """Whether the rollout has the prompt of the row's last one, or is the first."""
+        """Whether the rollout is the row's first, or has the same prompt as the row's last rollout."""
         digest = prompt_digest(found)
         if request.row is None or digest is None:
             return True
@@ -166,13 +176,16 @@ class PromptWatch:
 
 # ── app ────────────────────────────────────────────────────────────
 
-# the answers of a whole collection come back for their metrics, stripped of tokens
+# The answers of a whole collection come back in one body, without tokens, for their metrics.
 BODY_BYTES: Final = 256 << 20
-CAPTURED: Final = "/ng-rollout/<rollout_id>"  # before a path that Gym calls for a rollout with a name
+NAMED_ROLLOUT_PATH: Final = (
+    "/ng-rollout/<rollout_id>"  # the prefix of a path that Gym calls for a named rollout
+)
 
 
-Lost = Literal["fail", "mask"]
-# rollouts of one request before its 503: the node has retried each of them by itself
+LostPolicy = Literal["fail", "mask"]
+# The rollouts that one request tries before it is answered 503. The node has already retried each of them
+# itself.
 ATTEMPTS: Final = 3
 
 
@@ -183,23 +196,27 @@ class RolloutLost(PolarnodeError):
 
 
 def create_gym_app(
-    rollouts: Rollouts, template: TaskTemplate, *, guard: BrowserGuard | None = None, lost: Lost = "fail"
+    rollouts: Rollouts,
+    template: TaskTemplate,
+    *,
+    guard: BrowserGuard | None = None,
+    lost: LostPolicy = "fail",
 ) -> QuartTrio:
-    """The app. `rollouts.follow` must run while it is served. Without a `guard` loopback's names are
-    served. `lost` is what becomes of a rollout that cannot be trained: another one, and 503 after ATTEMPTS;
-    or a masked sample with the reward 0.
+    """The app. `rollouts.follow` must run while it is served. Without a `guard` only loopback names are
+    served. `lost` says what happens to a rollout that cannot be trained: "fail" runs another one, and answers
+    503 after ATTEMPTS; "mask" gives a masked sample with the reward 0.
     """
     app = QuartTrio("polarnode.nemo_gym", static_folder=None)
-    app.url_map.merge_slashes = False  # else a path with // is answered by a redirect, in HTML
+    app.url_map.merge_slashes = False  # otherwise a path with // is answered by a redirect, in HTML
     app.config.update(RESPONSE_TIMEOUT=None, BODY_TIMEOUT=None, MAX_CONTENT_LENGTH=BODY_BYTES)
     guard_browsers(app, guard or BrowserGuard(), open_to_all=True)
-    agent = _Agent(rollouts=rollouts, template=template, lost=lost)
+    agent = _GymAgent(rollouts=rollouts, template=template, lost=lost)
     rows: tuple[RouteRow, ...] = (
         ("GET", "/", agent.alive),
         ("POST", "/run", agent.run),
         ("POST", "/v1/responses", agent.responses),
-        ("POST", f"{CAPTURED}/v1/responses", agent.responses),
-        ("POST", f"{CAPTURED}/training-token-capture/v1/responses", agent.responses),
+        ("POST", f"{NAMED_ROLLOUT_PATH}/v1/responses", agent.responses),
+        ("POST", f"{NAMED_ROLLOUT_PATH}/training-token-capture/v1/responses", agent.responses),
         ("POST", "/aggregate_metrics", agent.aggregate),
     )
     for method, path, handler in rows:
@@ -217,12 +234,12 @@ class AggregateRequest:
 
 
 @frozen(kw_only=True)
-class _Agent:
+class _GymAgent:
     """The handlers."""
 
     rollouts: Rollouts
     template: TaskTemplate
-    lost: Lost
+    lost: LostPolicy
     prompts: PromptWatch = field(factory=PromptWatch)
 
     async def alive(self) -> Response:
@@ -232,19 +249,19 @@ class _Agent:
 
     async def run(self) -> Response:
         """One rollout of a dataset's row, scored."""
-        request = read_run(await body_json())
+        request = read_run_request(await body_json())
         found = await self._rollout(request)
         self.prompts.same(request, found)
         return _json(await trio.to_thread.run_sync(verify_response, request, found))
 
     async def responses(self, rollout_id: str | None = None) -> Response:
-        """One rollout of an instruction alone."""
-        request = read_responses(await body_json(), rollout_id=rollout_id)
+        """One rollout of an instruction without a row."""
+        request = read_responses_request(await body_json(), rollout_id=rollout_id)
         found = await self._rollout(request)
         return _json(await trio.to_thread.run_sync(response, request.params, found))
 
     async def _rollout(self, request: GymRequest) -> Trajectory:
-        """A rollout that can be trained; or, for `mask`, any. Raises RolloutLost."""
+        """Run until a rollout can be trained, or only once for `mask`, and return it. Raises RolloutLost."""
         spec, key, reason = self.template.task(request), request.key, None
         for attempt in range(ATTEMPTS):
             again = f"{key}-r{attempt}" if key is not None and attempt else key
@@ -266,14 +283,15 @@ def _json(value: Json, status: int = 200) -> Response:
 
 
 async def _answer_error(error: Exception) -> Response:
-    # async though it waits for nothing: Quart would run a plain function in a thread
+    # This function is async although it waits for nothing, because Quart would run a plain function in a
+    # thread.
     await trio.lowlevel.checkpoint()
     match error:
         case Refused():
             where = "" if error.path is None else f" (at {error.path})"
             return _json({"detail": f"{error}{where}"}, 422)
         case PolarnodeError():
-            status = getattr(error, "status", None)  # the node's own, where it answered
+            status = getattr(error, "status", None)  # the node's own status, if it answered
             return _json({"detail": str(error)}, status if status in (400, 401, 404, 409, 422, 429) else 503)
         case HTTPException():
             return _json({"detail": error.description or error.name}, error.code or 500)

@@ -1,11 +1,12 @@
 """Gym's requests to an agent server (the parameters of a Responses call and, around them, a row of a
 dataset), and the task template that a request fills in.
 
-What a harness cannot take (tools of the environment, a conversation that has begun) is refused with its path:
-left out silently, the reward would belong to another task. In a template `{{input}}` is the instruction and
-`{{row.name}}` a field of the row (`{{row.metadata.id}}` a nested one). A string that is one placeholder alone
-takes the field's value with its type. Other braces are left alone, because tasks hold commands and scripts;
-an unknown placeholder is refused when the server starts, not in the middle of a collection.
+Anything that a harness cannot take (tools of the environment, a conversation that has begun) is refused with
+its path: if it were left out silently, the reward would belong to another task. In a template `{{input}}` is
+the instruction and `{{row.name}}` a field of the row (`{{row.metadata.id}}` a nested one). A string that
+consists of one placeholder takes the field's value with its type. Other braces are left alone, because tasks
+hold commands and scripts; an unknown placeholder is refused when the server starts, not in the middle of a
+collection.
 """
 
 import re
@@ -26,11 +27,11 @@ from polarnode.integrations.trainer_sampling import trained_sampling
 
 # Gym's unique name of one rollout, and the indices that a collector counts in, which restart with each
 # collection.
-ROLLOUT_ID: Final = "_ng_rollout_id"
-ATTEMPT: Final = "_ng_attempt_index"
-INDICES: Final = ("_ng_task_index", "_ng_rollout_index", ATTEMPT)
+ROLLOUT_ID_KEY: Final = "_ng_rollout_id"
+ATTEMPT_KEY: Final = "_ng_attempt_index"
+INDEX_KEYS: Final = ("_ng_task_index", "_ng_rollout_index", ATTEMPT_KEY)
 ROLLOUT_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-PROMPTING: Final = ("user", "system", "developer")  # roles of an instruction's messages
+PROMPT_ROLES: Final = ("user", "system", "developer")  # the roles of an instruction's messages
 
 
 @frozen(kw_only=True)
@@ -62,34 +63,34 @@ class GymRequest:
 
     @property
     def key(self) -> str | None:
-        """The idempotency key of the rollout; None where Gym has no name for it."""
-        attempt = None if self.row is None else self.row.get(ATTEMPT)
+        """The idempotency key of the rollout; None if Gym has no name for it."""
+        attempt = None if self.row is None else self.row.get(ATTEMPT_KEY)
         again = f"-a{attempt}" if isinstance(attempt, int) and attempt > 0 else ""
         return None if self.rollout_id is None else f"nemo-gym:{self.rollout_id}{again}"
 
 
-def read_run(body: Json) -> GymRequest:
+def read_run_request(body: Json) -> GymRequest:
     """Read the body of `/run`: a BaseRunRequest with the other fields of its dataset's row."""
     if not isinstance(body, dict):
         raise Refused("the body must be an object with responses_create_params", path="$")
-    params = _params(body.get("responses_create_params"), "$.responses_create_params")
+    params = _read_params(body.get("responses_create_params"), "$.responses_create_params")
     return GymRequest(
         params=params,
-        instruction=_instruction(params, "$.responses_create_params"),
+        instruction=_join_instruction(params, "$.responses_create_params"),
         row=body,
-        rollout_id=_rollout_id(body.get(ROLLOUT_ID)),
+        rollout_id=_rollout_id(body.get(ROLLOUT_ID_KEY)),
     )
 
 
-def read_responses(body: Json, *, rollout_id: str | None = None) -> GymRequest:
+def read_responses_request(body: Json, *, rollout_id: str | None = None) -> GymRequest:
     """Read the body of `/v1/responses`."""
-    params = _params(body, "$")
+    params = _read_params(body, "$")
     return GymRequest(
-        params=params, instruction=_instruction(params, "$"), rollout_id=_rollout_id(rollout_id)
+        params=params, instruction=_join_instruction(params, "$"), rollout_id=_rollout_id(rollout_id)
     )
 
 
-def _params(value: Json, path: str) -> CreateParams:
+def _read_params(value: Json, path: str) -> CreateParams:
     try:
         params = structure(value, CreateParams)
     except Refused as refused:
@@ -112,8 +113,8 @@ def _rollout_id(value: Json) -> str | None:
         return None
     if not isinstance(value, str) or ROLLOUT_NAME.fullmatch(value) is None:
         raise Refused(
-            f"{ROLLOUT_ID} must be letters, digits, '.', '_' or '-', beginning with a letter or digit",
-            path=f"$.{ROLLOUT_ID}",
+            f"{ROLLOUT_ID_KEY} must be letters, digits, '.', '_' or '-', beginning with a letter or digit",
+            path=f"$.{ROLLOUT_ID_KEY}",
         )
     return value
 
@@ -121,8 +122,8 @@ def _rollout_id(value: Json) -> str | None:
 # ── an instruction ────────────────────────────────────────────────────────────
 
 
-def _instruction(params: CreateParams, path: str) -> str:
-    """All messages of the prompt in one text, because a harness takes no more."""
+def _join_instruction(params: CreateParams, path: str) -> str:
+    """All messages of the prompt in one text, because a harness takes only one."""
     messages = (
         [("user", params.input)]
         if isinstance(params.input, str)
@@ -137,7 +138,7 @@ def _instruction(params: CreateParams, path: str) -> str:
 
 def _message(item: Mapping[str, Json], path: str) -> tuple[str, str]:
     role = item.get("role")
-    if item.get("type", "message") != "message" or role not in PROMPTING:
+    if item.get("type", "message") != "message" or role not in PROMPT_ROLES:
         what = f"a {role} message" if isinstance(role, str) else f"an item of type {item.get('type')!r}"
         raise Refused(
             f"{what} is of a conversation that has begun: a harness takes user, system and developer messages"
@@ -171,10 +172,11 @@ OURS: Final = (
     "group_id",
     "callback_url",
     "callback_format",
-)  # set for each rollout, or not at all
+)  # these fields are set for each rollout, or not at all
 
 
-# what NeMo RL has in place of a task's settings of whole groups: a rollout is a task of its own here
+# What to use in NeMo RL in place of a task's settings of whole groups, because here each rollout is a task of
+# its own.
 OWN_GROUPS: Final[Mapping[str, str]] = {
     "drop_uniform_reward": "set grpo.use_dynamic_sampling: true in NeMo RL",
     "early_stop_min": "set grpo.num_generations_per_prompt to the samples wanted; NeMo RL waits for them all",
@@ -185,14 +187,14 @@ OWN_GROUPS: Final[Mapping[str, str]] = {
 
 @frozen(kw_only=True)
 class TaskTemplate:
-    """A TaskSpec as JSON with placeholders. Its instruction is `{{input}}` where it has none. Raises Refused
-    for an unknown placeholder and for fields that are each rollout's own.
+    """A TaskSpec as JSON with placeholders. If it has no instruction, `{{input}}` is used. Raises Refused for
+    an unknown placeholder and for fields that are each rollout's own.
     """
 
     value: Mapping[str, Json]
 
     def __attrs_post_init__(self) -> None:
-        for path, name in _placeholders(dict(self.value), "$"):
+        for path, name in _find_placeholders(dict(self.value), "$"):
             if name != INPUT and not name.startswith(ROW):
                 raise Refused(
                     f"{{{{{name}}}}} is no placeholder of a task template: there are {{{{input}}}} and"
@@ -215,11 +217,11 @@ class TaskTemplate:
 
     @property
     def needs_row(self) -> bool:
-        """Whether it has placeholders of the dataset's row."""
-        return any(name.startswith(ROW) for _, name in _placeholders(dict(self.value), "$"))
+        """Whether the template has placeholders of the dataset's row."""
+        return any(name.startswith(ROW) for _, name in _find_placeholders(dict(self.value), "$"))
 
     def task(self, request: GymRequest) -> TaskSpec:
-        """The task of one rollout. Raises Refused with the path of what is missing."""
+        """The task of one rollout. Raises Refused with the path of the missing field."""
         filled = _filled({"instruction": f"{{{{{INPUT}}}}}", **self.value}, request, "$")
         if not isinstance(filled, dict):
             raise Refused("a task template must be an object", path="$")
@@ -242,29 +244,31 @@ def _sampling(template: Json, request: GymRequest) -> Json:
 def _metadata(template: Json, request: GymRequest) -> Json:
     """The template's metadata, with the rollout's ids."""
     row = request.row or {}
-    ids: dict[str, Json] = {name: row[name] for name in INDICES if name in row}
-    ids |= {} if request.rollout_id is None else {ROLLOUT_ID: request.rollout_id}
+    ids: dict[str, Json] = {name: row[name] for name in INDEX_KEYS if name in row}
+    ids |= {} if request.rollout_id is None else {ROLLOUT_ID_KEY: request.rollout_id}
     return _merged(template, ids)
 
 
 def _merged(value: Json, over: dict[str, Json]) -> Json:
-    """`over` merged over an object or null; anything else stays, and is refused as a field of a task."""
+    """`over` merged over an object or null. Any other value is kept, and is refused later as a field of a
+    task.
+    """
     return {**value, **over} if isinstance(value, dict) else over if value is None else value
 
 
 # ── placeholders ────────────────────────────────────────────────────────────────────
 
 
-def _placeholders(value: Json, path: str) -> Iterator[tuple[str, str]]:
+def _find_placeholders(value: Json, path: str) -> Iterator[tuple[str, str]]:
     match value:
         case str():
             yield from ((path, found[1]) for found in PLACEHOLDER.finditer(value))
         case dict():
             for name, each in value.items():
-                yield from _placeholders(each, f"{path}.{name}")
+                yield from _find_placeholders(each, f"{path}.{name}")
         case list():
             for index, each in enumerate(value):
-                yield from _placeholders(each, f"{path}[{index}]")
+                yield from _find_placeholders(each, f"{path}[{index}]")
 
 
 def _filled(value: Json, request: GymRequest, path: str) -> Json:

@@ -1,1 +1,1 @@
-"""The node under Polar's own routes and JSON: `extension` puts it together."""
+"""The node's interface with Polar's own routes and JSON; `extension` puts it together."""

@@ -1,11 +1,12 @@
-"""What Polar's routes and callbacks answer: results of sessions and tasks, refusals, and the ids in them.
+"""The answers of Polar's routes and callbacks: results of sessions and tasks, refusals, and the ids in them.
 
-Results are made piece by piece in threads, and nothing of them is kept but what `Recent` holds, so that a
-group of long sessions is never in memory as a whole. Refusals have the shape of Polar's own servers, which
-are FastAPI's (`{"detail": …}`): bridges raise for a status and log the detail.
+Results are made piece by piece in threads, and only those in `ByteCache` are kept, so that a group of long
+sessions is never in memory as a whole. Refusals have the shape of Polar's own servers, which are FastAPI's
+(`{"detail": …}`): bridges raise for a status and log the detail.
 
-An id of ours is used once; Polar's may be used again once its task is over. So each use of an id is a task of
-its own here, named by the id and its number, and an id that cannot be a name of ours is named by its digest.
+One of our ids is used only once, but one of Polar's may be used again when its task is over. So each use of
+an id is a task of its own here, named by the id and a number; an id that is not allowed as one of our names
+is replaced by its digest.
 """
 
 import re
@@ -18,17 +19,17 @@ from typing import ParamSpec
 import trio
 from quart import Response, request
 
-from polarnode.api.service import Service, answer_of, json_response
+from polarnode.api.service import NodeService, error_answer, json_response
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.codec.tasks import NAME
 from polarnode.core.conversation import Json
 from polarnode.core.errors import PolarnodeError, Refused, Unreadable
 from polarnode.core.status import LiveSessionStatus, SessionRecord
 from polarnode.http.asgi import body_json
-from polarnode.journal.damage import encoded
-from polarnode.journal.entries import RUN
-from polarnode.journal.log.port import Queries
-from polarnode.journal.queries import Recent
+from polarnode.journal.damage import encode_trajectory
+from polarnode.journal.entries import RUN_SEPARATOR
+from polarnode.journal.log.port import QueriesPort
+from polarnode.journal.queries import ByteCache
 from polarnode.journal.values import TaskRecord
 from polarnode.trainers.polar import missing_result, origin_of, session_result, task_word
 
@@ -38,10 +39,10 @@ P = ParamSpec("P")
 
 
 async def session_body(
-    log: Queries, task: TaskRecord, session: SessionRecord, *, node: str, recent: Recent | None = None
+    log: QueriesPort, task: TaskRecord, session: SessionRecord, *, node: str, recent: ByteCache | None = None
 ) -> bytes:
-    """The SessionResult of a session as JSON, `null` while it runs; from `recent` where it was made a moment
-    ago, as bridges poll.
+    """The SessionResult of a session as JSON, `null` while it runs. It is taken from `recent` if it was made
+    a moment ago, because bridges poll.
     """
     found = await log.trajectory(session.session_id)
     if session.outcome is None:
@@ -49,7 +50,7 @@ async def session_body(
     missing = partial(missing_result, session.session_id, task.task_id, session.outcome, node=node)
     if found is None:
         return await trio.to_thread.run_sync(lambda: dump_json(missing(metadata=task.spec.metadata)))
-    make = partial(encoded, lambda whole: dump_json(session_result(whole, task.spec)), found)
+    make = partial(encode_trajectory, lambda whole: dump_json(session_result(whole, task.spec)), found)
     try:
         return await trio.to_thread.run_sync(
             make if recent is None else partial(recent.get, session.session_id, make)
@@ -59,13 +60,13 @@ async def session_body(
 
 
 async def task_body(
-    log: Queries,
+    log: QueriesPort,
     task: TaskRecord,
     head: dict[str, Json],
     *,
     node: str,
     results: bool = True,
-    recent: Recent | None = None,
+    recent: ByteCache | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """A JSON object: the fields of `head`, and `results` of the sessions that are over, in order of their
     samples.
@@ -94,18 +95,18 @@ def status_head(task: TaskRecord) -> dict[str, Json]:
     return {**result_head(task), "total_sessions": len(task.sessions), "completed_sessions": over}
 
 
-REASON_CHARACTERS = 200  # of a receiver's own words in the log
+REASON_CHARACTERS = 200  # characters of a receiver's own message in the log
 
 
 def callback_refusal(reply: bytes) -> str | None:
-    """Why a bridge did not take a result that it answered with 200: its listener answers
+    """Why a bridge did not take a result that it answered with 200; None if it took it. Its listener answers
     `{"ok": false, "reason": …}` for a body that its own classes refuse (NVIDIA-NeMo/ProRL-Agent-Server,
-    src/slime_bridge/rollout.py at 01bc72d, `on_task_result`). None where it took it.
+    src/slime_bridge/rollout.py at 01bc72d, `on_task_result`).
     """
     try:
         found = read_json(reply)
     except Refused:
-        return None  # a receiver that is not Polar's says it with the status alone
+        return None  # a receiver that is not Polar's answers with the status alone
     if not isinstance(found, dict) or found.get("ok") is not False:
         return None
     return f"it answered {{'ok': false}}, {str(found.get('reason'))[:REASON_CHARACTERS]!r}"
@@ -117,7 +118,7 @@ STEP = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\d+)\]|\['([^']*)'\]")
 
 
 def answered(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
-    """The handler, with its errors answered as Polar's servers answer them."""
+    """A handler whose errors are answered as Polar's servers answer them."""
 
     @wraps(handler)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> Response:
@@ -133,13 +134,13 @@ def refusal(error: PolarnodeError) -> Response:
     """An error in FastAPI's shape."""
     if isinstance(error, Refused):
         return json_response(
-            {"detail": [{"loc": _location(error.path), "msg": str(error), "type": "value_error"}]}, 422
+            {"detail": [{"loc": _error_location(error.path), "msg": str(error), "type": "value_error"}]}, 422
         )
-    _, status, headers = answer_of(error)
+    _, status, headers = error_answer(error)
     return json_response({"detail": str(error)}, status, headers)
 
 
-def _location(path: str | None) -> list[Json]:
+def _error_location(path: str | None) -> list[Json]:
     """`$.agent.env['A B']` as `["body", "agent", "env", "A B"]`; `?limit` as `["query", "limit"]`."""
     if path is None or path.startswith("?"):
         return ["body"] if path is None else ["query", path[1:]]
@@ -170,14 +171,14 @@ def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def live_sessions(service: Service) -> Mapping[str, LiveSessionStatus]:
+def live_sessions(service: NodeService) -> Mapping[str, LiveSessionStatus]:
     """Sessions that are not over, by id."""
     return {status.session_id: status for status in service.sessions() if status.outcome is None}
 
 
 # ── names ────────────────────────────────────────────────────────────
 
-LONGEST_NAME = 128 - len(RUN) - 9  # leaves characters for the number of a run
+LONGEST_NAME = 128 - len(RUN_SEPARATOR) - 9  # leaves characters for the number of a run
 
 
 def polar_id(task: TaskRecord) -> str:
@@ -197,10 +198,10 @@ def dispatch_name(session_id: str) -> str:
 
 def run_name(first: str, run: int) -> str:
     """The name of a later task of the same id."""
-    return first if run == 1 else f"{first}{RUN}{run}"
+    return first if run == 1 else f"{first}{RUN_SEPARATOR}{run}"
 
 
 def _name(polar_id: str, prefix: str) -> str:
-    if NAME.fullmatch(polar_id) and len(polar_id) <= LONGEST_NAME and RUN not in polar_id:
+    if NAME.fullmatch(polar_id) and len(polar_id) <= LONGEST_NAME and RUN_SEPARATOR not in polar_id:
         return polar_id
     return prefix + sha256(polar_id.encode("utf-8", "surrogatepass")).hexdigest()[:32]

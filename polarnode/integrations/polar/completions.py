@@ -1,12 +1,11 @@
 """A session's model calls as Polar's CompletionRecords, and Polar's event stream for dashboards.
 
 Each CompletionRecord holds its call's whole conversation, so together they grow with the square of a
-session's length: they are made and written one at a time. `original_request` is an empty object, because
-bodies are kept only where the node records requests.
+session's length. They are therefore made and written one at a time. `original_request` is an empty object,
+because bodies are kept only if the node records requests.
 
-The event stream (`hello`, `session.state_changed`, `ping`) polls: a dashboard may miss what was between two
-looks. What must not be missed is in the stream of trajectories. Keep scopes and nurseries away from its
-`yield`s.
+The event stream (`hello`, `session.state_changed`, `ping`) polls, so a dashboard may miss changes between two
+looks. The stream of trajectories misses nothing. Keep scopes and nurseries away from its `yield`s.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -17,16 +16,16 @@ import trio
 from attrs import frozen
 from quart import Response
 
-from polarnode.api.service import Service
+from polarnode.api.service import NodeService
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.conversation import Json
 from polarnode.core.status import LiveSessionStatus
 from polarnode.core.trajectory import Turn, sequence
 from polarnode.http.asgi import RouteRow, event_response
 from polarnode.integrations.polar.answers import live_sessions, moment
-from polarnode.journal.log.port import LogAway
+from polarnode.journal.log.port import LogUnavailable
 from polarnode.trainers.polar import (
-    PHASES,
+    PHASE_WORDS,
     answer_json,
     completion_id,
     finish_word,
@@ -41,14 +40,14 @@ from polarnode.trainers.polar import (
 T = TypeVar("T")
 
 
-class InThread(Protocol):
+class RunInThread(Protocol):
     """`Journal.read`: runs a long call off the event loop."""
 
     def __call__(self, call: Callable[[], T]) -> Awaitable[T]: ...
 
 
 async def completion_pieces(
-    run: InThread, head: dict[str, Json], turns: Sequence[Turn], *, model: str, requested: str | None
+    run: RunInThread, head: dict[str, Json], turns: Sequence[Turn], *, model: str, requested: str | None
 ) -> AsyncIterator[bytes]:
     """A JSON object: the fields of `head`, and `completions` in the order of the calls."""
     by_index = {turn.index: turn for turn in turns}
@@ -96,7 +95,7 @@ def _response_json(turn: Turn, turns: dict[int, Turn], *, model: str) -> dict[st
     usage = turn.usage
     try:
         ids: Json = list[Json](sequence(turns, turn.index)[: turn.prompt_length])
-    except KeyError:  # one of the turns before it is not kept
+    except KeyError:  # one of the turns before it is no longer kept
         ids = None
     entries: list[Json] = [
         {"token": f"token_id:{token}", "token_id": token, "logprob": logprob}
@@ -128,15 +127,15 @@ def _response_json(turn: Turn, turns: dict[int, Turn], *, model: str) -> dict[st
 
 # ── event stream ────────────────────────────────────────────────────────────
 
-LOOK_S = 1.0  # between two looks: a table of at most a few hundred sessions
-PING_S = 15.0  # as Polar's own
+LOOK_S = 1.0  # between two looks at a table of at most a few hundred sessions
+PING_INTERVAL_S = 15.0  # the same as Polar's
 
 
 @frozen(kw_only=True)
 class EventRoutes:
-    """The handler."""
+    """The handler of Polar's event stream."""
 
-    service: Service
+    service: NodeService
 
     def rows(self) -> Iterator[RouteRow]:
         yield ("GET", "/events", self.events)
@@ -147,9 +146,10 @@ class EventRoutes:
 
     async def _stream(self) -> AsyncIterator[bytes]:
         words: dict[str, str] = {
-            session_id: PHASES[status.phase] for session_id, status in live_sessions(self.service).items()
+            session_id: PHASE_WORDS[status.phase]
+            for session_id, status in live_sessions(self.service).items()
         }
-        yield _sse("hello", {"node_id": self.service.node_id, "sessions": len(words)})
+        yield _sse_event("hello", {"node_id": self.service.node_id, "sessions": len(words)})
         last_write = trio.current_time()
         while True:
             await trio.sleep(LOOK_S)
@@ -157,15 +157,15 @@ class EventRoutes:
             for piece in (*self._moved(words, live), *await self._ended(words, live)):
                 yield piece
                 last_write = trio.current_time()
-            if trio.current_time() >= last_write + PING_S:
-                yield _sse("ping", {"node_id": self.service.node_id})
+            if trio.current_time() >= last_write + PING_INTERVAL_S:
+                yield _sse_event("ping", {"node_id": self.service.node_id})
                 last_write = trio.current_time()
 
     def _moved(self, words: dict[str, str], live: Mapping[str, LiveSessionStatus]) -> list[bytes]:
         """Events of sessions that began, or are in another phase now."""
         moved: list[bytes] = []
         for session_id, status in live.items():
-            word = PHASES[status.phase]
+            word = PHASE_WORDS[status.phase]
             if words.get(session_id) != word:
                 moved.append(self._changed(session_id, status.task_id, word))
                 words[session_id] = word
@@ -177,7 +177,7 @@ class EventRoutes:
         for session_id in [each for each in words if each not in live]:
             try:
                 found = await self.service.log.session(session_id)
-            except LogAway:
+            except LogUnavailable:
                 break  # the stream stays open, and looks again
             del words[session_id]
             if found is not None:
@@ -185,11 +185,11 @@ class EventRoutes:
         return ended
 
     def _changed(self, session_id: str, task_id: str, word: str) -> bytes:
-        return _sse(
+        return _sse_event(
             "session.state_changed",
             {"session_id": session_id, "task_id": task_id, "status": word, "node_id": self.service.node_id},
         )
 
 
-def _sse(kind: str, body: dict[str, Json]) -> bytes:
+def _sse_event(kind: str, body: dict[str, Json]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), dump_json({"type": kind, **body}))

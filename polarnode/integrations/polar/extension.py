@@ -1,7 +1,7 @@
-"""The node under Polar's own routes and JSON, for bridges that exist: Polar's rollout server and gateway in
-one, on the control plane's socket.
+"""The node's interface with Polar's own routes and JSON, for existing bridges: Polar's rollout server and
+gateway in one, on the control plane's socket.
 
-It stands on the port `Service` and keeps nothing that the log does not. A field that Polar documents has
+It uses the port `NodeService` and keeps nothing that the log does not keep. A field that Polar documents has
 Polar's meaning here, or docs/polar.md says what differs and why.
 """
 
@@ -12,9 +12,9 @@ from attrs import evolve, frozen
 
 from polarnode.api.app import Extension
 from polarnode.api.callbacks import CallbackFormat
-from polarnode.api.openapi_shapes import Operation, Refusal, Where
+from polarnode.api.openapi_shapes import Operation, Refusal, RouteKey
 from polarnode.api.proxy import Asked
-from polarnode.api.service import Service
+from polarnode.api.service import NodeService
 from polarnode.core.codec.schema import Schema
 from polarnode.integrations.polar.answers import (
     answered,
@@ -24,7 +24,7 @@ from polarnode.integrations.polar.answers import (
     task_body,
 )
 from polarnode.integrations.polar.completions import EventRoutes
-from polarnode.integrations.polar.gateway import NodeRoutes, SessionRoutes
+from polarnode.integrations.polar.gateway import PolarNodeRoutes, SessionRoutes
 from polarnode.integrations.polar.tasks import TaskRoutes
 from polarnode.journal.log.port import Log
 from polarnode.journal.values import StoredEvent, TaskRecord
@@ -48,20 +48,20 @@ class Detail:
 
 _OBJECT: Final = dict[str, Any]
 _TEXT: Final[Schema] = {"schema": {"type": "string"}}
-_LIMIT: Final[Mapping[str, Schema]] = {
+_LIMIT_PARAMETER: Final[Mapping[str, Schema]] = {
     "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": 1000}}
 }
-_VERSION: Final[Mapping[str, Schema]] = {"version": {"schema": {"type": "integer", "minimum": 0}}}
+_VERSION_PARAMETER: Final[Mapping[str, Schema]] = {"version": {"schema": {"type": "integer", "minimum": 0}}}
 
-# asked of the node that has the session, where nodes share a log; a session that its sender named is found by
-# its task, whose places any node cancels
-POLAR_OF_SESSION: Final[Mapping[Where, Asked]] = {
+# If nodes share a log, requests of these routes go to the node that has the session. A session that its
+# sender named is found by its task, whose places any node can cancel.
+POLAR_SESSION_ROUTES: Final[Mapping[RouteKey, Asked]] = {
     ("GET", "/sessions/<session_id>"): "live",
     ("GET", "/sessions/<session_id>/completions"): "live",
     ("DELETE", "/sessions/<session_id>"): "live",
 }
 
-_PLAIN: Final[Mapping[Where, Operation]] = {
+_PLAIN: Final[Mapping[RouteKey, Operation]] = {
     ("POST", "/rollout/task/submit"): Operation(
         summary="A TaskRequest.", body=_OBJECT, answer=_OBJECT, errors=(409, 413, 422, 429, 507)
     ),
@@ -82,7 +82,7 @@ _PLAIN: Final[Mapping[Where, Operation]] = {
         summary="Tasks, newest first.",
         answer=_OBJECT,
         errors=(422,),
-        own={"status": _TEXT, "harness": _TEXT, "since": {"schema": {"type": "number"}}, **_LIMIT},
+        own={"status": _TEXT, "harness": _TEXT, "since": {"schema": {"type": "number"}}, **_LIMIT_PARAMETER},
     ),
     ("GET", "/tasks/<task_id>/sessions"): Operation(
         summary="A task's sessions.", answer=_OBJECT, errors=(404,)
@@ -100,7 +100,7 @@ _PLAIN: Final[Mapping[Where, Operation]] = {
         summary="Sessions that are not over.",
         answer=_OBJECT,
         errors=(422,),
-        own={"status": _TEXT, "task_id": _TEXT, **_LIMIT},
+        own={"status": _TEXT, "task_id": _TEXT, **_LIMIT_PARAMETER},
     ),
     ("POST", "/sessions"): Operation(
         summary="Dispatch a session, or open a capture.",
@@ -125,7 +125,7 @@ _PLAIN: Final[Mapping[Where, Operation]] = {
         summary="Let generation go on.", answer=_OBJECT, errors=(409, 503)
     ),
     ("POST", "/admin/policy_version"): Operation(
-        summary="The version that the engine serves.", answer=_OBJECT, errors=(422,), own=_VERSION
+        summary="The version that the engine serves.", answer=_OBJECT, errors=(422,), own=_VERSION_PARAMETER
     ),
     ("POST", "/rollout/admin/inference/pause"): Operation(
         summary="Hold generation; as of all gateways.", answer=_OBJECT, errors=(409, 503)
@@ -137,11 +137,11 @@ _PLAIN: Final[Mapping[Where, Operation]] = {
         summary="Whether the engine serves this version; as of all gateways.",
         answer=_OBJECT,
         errors=(422,),
-        own=_VERSION,
+        own=_VERSION_PARAMETER,
     ),
 }
 
-OPERATIONS: Final[Mapping[Where, Operation]] = {
+OPERATIONS: Final[Mapping[RouteKey, Operation]] = {
     where: evolve(each, tag="polar", refusal=Refusal | Detail) for where, each in _PLAIN.items()
 }
 
@@ -149,15 +149,15 @@ OPERATIONS: Final[Mapping[Where, Operation]] = {
 __all__ = ["callback_formats", "polar_extension"]
 
 
-def polar_extension(service: Service) -> Extension:
-    """All of Polar's routes. Its bridges send the control plane's token in a header of their own, and poll
-    without it: there it is the password of the URL that they are given.
+def polar_extension(service: NodeService) -> Extension:
+    """All of Polar's routes. Polar's bridges send the control plane's token in a header of their own, but
+    poll without it; for polling it is the password in the URL that they are given.
     """
     tasks = TaskRoutes(service)
     routes = (
         tasks,
         SessionRoutes(service=service, tasks=tasks),
-        NodeRoutes(service=service),
+        PolarNodeRoutes(service=service),
         EventRoutes(service=service),
     )
     return Extension(
@@ -180,8 +180,8 @@ def callback_formats(*, node: str) -> Mapping[str, CallbackFormat]:
 
     async def one_session(log: Log, event: StoredEvent, task: TaskRecord) -> AsyncGenerator[bytes, None]:
         session = next((one for one in task.sessions if event.key == f"trajectory:{one.session_id}"), None)
-        if session is None:  # it lost its place in the group, and has no SessionResult
-            yield event.json(await log.identity())
+        if session is None:  # the session lost its place in the group and has no SessionResult
+            yield event.json(await log.log_name())
         else:
             yield await session_body(log, task, session, node=node)
 

@@ -1,9 +1,9 @@
-"""Polar's gateway: sessions dispatched one by one or captured without a runtime, read and ended; the node's
-health; and generation held and let go.
+"""Polar's gateway: dispatches single sessions or captures them without a runtime, reads and ends them,
+reports the node's health, and pauses and resumes generation.
 
-Nothing of a session is dropped on request: what Polar deletes ends here with what it has. The numbers are
-those of our own status under Polar's names. Routes that would let another process be a node of this one
-(`register`, `heartbeat`), or set a session's reward (`callbacks/session_result`), are not served.
+No data of a session is dropped on request: a session that Polar deletes ends here and keeps what it has. The
+numbers are those of our own status under Polar's names. Routes that would let another process be a node of
+this one (`register`, `heartbeat`), or set a session's reward (`callbacks/session_result`), are not served.
 """
 
 import logging
@@ -14,12 +14,12 @@ import trio
 from attrs import frozen
 from quart import Response, request
 
-from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.service import NodeService, NotFound, json_response
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import CaptureStatus, LiveSessionStatus, SessionRecord
-from polarnode.core.task import CAPTURE, CaptureEnd, CaptureSpec
+from polarnode.core.task import CAPTURE_HARNESS, CaptureEnd, CaptureSpec
 from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.asgi import RouteRow
 from polarnode.integrations.polar.answers import (
@@ -35,7 +35,7 @@ from polarnode.integrations.polar.answers import (
 from polarnode.integrations.polar.completions import completion_pieces
 from polarnode.integrations.polar.tasks import MOST_TASKS, TaskRoutes, session_row
 from polarnode.journal.values import TaskRecord
-from polarnode.trainers.polar import PHASES, Origin, with_origin
+from polarnode.trainers.polar import PHASE_WORDS, Origin, with_origin
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ SHOWN = 200
 class SessionRoutes:
     """The handlers."""
 
-    service: Service
+    service: NodeService
     tasks: TaskRoutes
 
     def rows(self) -> Iterator[RouteRow]:
@@ -63,13 +63,15 @@ class SessionRoutes:
     # ── in ────────────────────────────────────────────────────────────────────
 
     async def create(self) -> Response:
-        """With `agent` and `session_id` a session to run; else a capture, whose harness its caller runs."""
+        """Create a session to run, if the body has `agent` and `session_id`; else a capture, whose harness
+        the caller runs.
+        """
         body = await body_object()
         return await (
-            self._dispatch(body) if "agent" in body and "session_id" in body else self._capture(body)
+            self._dispatch_session(body) if "agent" in body and "session_id" in body else self._capture(body)
         )
 
-    async def _dispatch(self, body: dict[str, Json]) -> Response:
+    async def _dispatch_session(self, body: dict[str, Json]) -> Response:
         session_id, task_id = body.pop("session_id"), body.get("task_id")
         if not isinstance(session_id, str) or not isinstance(task_id, str):
             raise Refused(
@@ -95,8 +97,8 @@ class SessionRoutes:
         )
 
     async def _capture(self, body: dict[str, Json]) -> Response:
-        """Polar's answer, with the address and the key at which the harness finds its model besides: a socket
-        of its own, not this one.
+        """Polar's answer, and in addition the address and key at which the harness finds its model, which is
+        on another socket than this one.
         """
         session_id, task_id = body.get("session_id"), body.get("task_id")
         if session_id is not None:
@@ -156,7 +158,7 @@ class SessionRoutes:
             else None
         )
         if task is None or found is None:
-            return None  # its place was given to another meanwhile
+            return None  # its place was given to another session meanwhile
         return {
             **session_row(task, found, live_sessions(self.service), node=self.service.node_id),
             "model_requested": task.spec.harness.model_name,
@@ -165,7 +167,7 @@ class SessionRoutes:
         }
 
     async def session(self, session_id: str) -> Response:
-        """Where it is; its SessionResult when it is over."""
+        """The state of a session, or its SessionResult when it is over."""
         session, task = await self._task_of(session_id)
         row = session_row(task, session, live_sessions(self.service), node=self.service.node_id)
         head: dict[str, Json] = {
@@ -185,21 +187,25 @@ class SessionRoutes:
         )
 
     async def completions(self, session_id: str) -> Response:
-        """Every model call that is on disk, one after another."""
+        """All model calls of a session that are on disk, one after another."""
         session, task = await self._task_of(session_id)
         own = self.service.journal if session.outcome is None else self.service.log
         turns = await own.turns(session.session_id)
         head: dict[str, Json] = {"session_id": session_id, "node_id": self.service.node_id}
         requested = task.spec.harness.model_name
         pieces = completion_pieces(
-            self.service.journal.read, head, turns, model=self.service.model_name, requested=requested
+            self.service.journal.run_in_thread,
+            head,
+            turns,
+            model=self.service.model_name,
+            requested=requested,
         )
         return Response(pieces, content_type="application/json")
 
     async def delete(self, session_id: str) -> Response:
         """End the session. Its turns stay in the journal."""
         session, task = await self._task_of(session_id)
-        if task.spec.harness.name == CAPTURE:
+        if task.spec.harness.name == CAPTURE_HARNESS:
             await self.service.captures.end(session.session_id, CaptureEnd())
         elif len(task.sessions) == 1:
             await self.service.cancel(task.task_id)
@@ -223,15 +229,15 @@ class SessionRoutes:
 
 # ── nodes ────────────────────────────────────────────────────────────
 
-HEARTBEAT_S = 30  # Polar's own; nobody sends one here, and the last is always now
-LISTED = 1000  # tasks of a status: a megabyte of names
+HEARTBEAT_INTERVAL_S = 30  # Polar's own number; no heartbeats are sent here, so the last one is always now
+LISTED = 1000  # tasks listed in a status: a megabyte of names
 
 
 @frozen(kw_only=True)
-class NodeRoutes:
+class PolarNodeRoutes:
     """The handlers."""
 
-    service: Service
+    service: NodeService
 
     def rows(self) -> Iterator[RouteRow]:
         yield from (
@@ -245,16 +251,16 @@ class NodeRoutes:
             ("POST", "/admin/policy_version", self.policy_version),
             ("POST", "/rollout/admin/inference/pause", self.pause_all),
             ("POST", "/rollout/admin/inference/resume", self.resume_all),
-            ("POST", "/rollout/admin/policy_version", self.policy_version_of_all),
+            ("POST", "/rollout/admin/policy_version", self.show_policy_version_all),
         )
 
     async def health(self) -> Response:
-        """The rollout server's and the gateway's in one."""
+        """The health of the rollout server and the gateway in one."""
         await trio.lowlevel.checkpoint()
         counts, live, figures = self._metrics(), live_sessions(self.service).values(), self.service.figures()
-        words = [PHASES[status.phase] for status in live]
+        words = [PHASE_WORDS[status.phase] for status in live]
         sessions: list[Json] = [
-            {"session_id": each.session_id, "task_id": each.task_id, "status": PHASES[each.phase]}
+            {"session_id": each.session_id, "task_id": each.task_id, "status": PHASE_WORDS[each.phase]}
             for each in live
         ]
         return json_response(
@@ -286,7 +292,7 @@ class NodeRoutes:
         return json_response(self._info())
 
     async def status(self) -> Response:
-        """The newest tasks with their statuses, sessions under way, the node."""
+        """The newest tasks with their statuses, the sessions under way, and the node."""
         tasks: dict[str, Json] = {}
         for task in await self.service.log.tasks(limit=LISTED):
             tasks.setdefault(polar_id(task), status_head(task)["status"])
@@ -313,7 +319,7 @@ class NodeRoutes:
             "dispatch_reservations": 0,
             "healthy": self.service.ready(),
             "draining": False,
-            "heartbeat_interval_seconds": HEARTBEAT_S,
+            "heartbeat_interval_seconds": HEARTBEAT_INTERVAL_S,
             "last_heartbeat": moment(time.time()),
         }
 
@@ -336,20 +342,20 @@ class NodeRoutes:
 
     async def inference(self) -> Response:
         await trio.lowlevel.checkpoint()
-        return json_response(self._inference())
+        return json_response(self._inference_json())
 
     async def pause(self) -> Response:
         """Pause generation at once; it resumes where it stopped. There is no wait and no timeout."""
         await self.service.generation.pause(PauseOrder())
-        return json_response(self._inference())
+        return json_response(self._inference_json())
 
     async def resume(self) -> Response:
         await self.service.generation.resume()
-        return json_response(self._inference())
+        return json_response(self._inference_json())
 
     async def policy_version(self) -> Response:
-        """The version that the engine serves. A trainer asks after a weight update whether it is `?version=`:
-        a number alone changes nothing here.
+        """The version that the engine serves. After a weight update a trainer asks whether it is `?version=`;
+        the request changes nothing here.
         """
         await trio.lowlevel.checkpoint()
         return json_response({"policy_version": self._policy_version(self._asked_version())})
@@ -358,7 +364,7 @@ class NodeRoutes:
 
     async def pause_all(self) -> Response:
         await self.service.generation.pause(PauseOrder())
-        found = self._inference()
+        found = self._inference_json()
         return json_response(
             {
                 "all_paused": found["paused"],
@@ -370,12 +376,12 @@ class NodeRoutes:
 
     async def resume_all(self) -> Response:
         await self.service.generation.resume()
-        found = self._inference()
+        found = self._inference_json()
         return json_response({"all_resumed": not found["paused"], "nodes": self._fan_out(found)})
 
-    async def policy_version_of_all(self) -> Response:
-        """`all_updated` is true if the engine serves `?version=`, so that a trainer stops at its first step
-        when its weights do not come here.
+    async def show_policy_version_all(self) -> Response:
+        """The version of all engines. `all_updated` is true if the engine serves `?version=`, so that a
+        trainer whose weights do not arrive here stops at its first step.
         """
         await trio.lowlevel.checkpoint()
         version = self._asked_version()
@@ -400,7 +406,7 @@ class NodeRoutes:
         return int(text)
 
     def _policy_version(self, asked: int) -> Json:
-        """The engine's version: `asked` where it is that number's, else its own text."""
+        """The engine's version: `asked` if the engine's version is that number, else its own text."""
         served = self.service.figures().engine.weight_version
         if served == str(asked):
             return asked
@@ -412,7 +418,7 @@ class NodeRoutes:
         )
         return served
 
-    def _inference(self) -> dict[str, Json]:
+    def _inference_json(self) -> dict[str, Json]:
         """`drained`: no token is being sampled. `inflight` are calls that are sampled and `held` those that
         wait: a bridge takes a pause for failed while `inflight` is not 0 (NVIDIA-NeMo/ProRL-Agent-Server,
         src/slime_bridge/rollout.py at 4be108f, `_gateway_generation_control`).

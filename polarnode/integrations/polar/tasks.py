@@ -1,7 +1,7 @@
-"""Polar's rollout server: tasks submitted, polled, cancelled and listed.
+"""Polar's rollout server: submits, polls, cancels and lists tasks.
 
-A task is in the journal before its submission is answered, as on our own routes. An id that Polar lets a
-trainer use again names the task that was submitted last.
+A task is in the journal before its submission is answered, as on our own routes. An id that a trainer used
+more than once, as Polar allows, names the task that was submitted last.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ import trio
 from attrs import define, evolve, field
 from quart import Response, request
 
-from polarnode.api.service import NotFound, Service, json_response
+from polarnode.api.service import NodeService, NotFound, json_response
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import LiveSessionStatus, SessionRecord
@@ -29,30 +29,33 @@ from polarnode.integrations.polar.answers import (
     task_name,
 )
 from polarnode.integrations.trainer_sampling import UNCUT
-from polarnode.journal.queries import Recent
+from polarnode.journal.queries import ByteCache
 from polarnode.journal.values import TaskRecord
-from polarnode.sources.polar import request_found, their_paths
+from polarnode.sources.polar import convert_request, name_request_paths
 from polarnode.sources.source import spec_of
 from polarnode.support.bounded import remember
 from polarnode.trainers.polar import KEY, Origin, origin_of, outcome_word, with_origin
 
-MOST_TASKS = 1000  # listed at once, as Polar has it
-LOOKED_AT = 5000  # tasks that a list with filters goes through: a few hundred milliseconds of reading
+MOST_TASKS = 1000  # tasks listed at once, as in Polar
+LOOKED_AT = 5000  # tasks that a filtered list reads: a few hundred milliseconds
 PAGE = 200
-# ids of tasks that were cancelled before they came: a request that is under way comes within seconds
-CALLED_OFF = 1000
+# The number of ids that are kept of tasks cancelled before they were submitted. A request that is under way
+# arrives within seconds.
+MAX_CALLED_OFF = 1000
 
 
 @define(eq=False)
 class TaskRoutes:
     """The handlers."""
 
-    service: Service
-    _recent: Recent = field(factory=Recent, init=False)  # SessionResults that were made lately
+    service: NodeService
+    _recent_results: ByteCache = field(
+        factory=ByteCache, init=False
+    )  # SessionResults that were made recently
     _called_off: dict[str, str] = field(
         factory=dict, init=False
-    )  # tasks that were cancelled before they came
-    # two submissions of one id at once must be one task
+    )  # tasks that were cancelled before they were submitted
+    # Two simultaneous submissions of one id must be one task.
     _submitting: trio.Lock = field(factory=trio.Lock, init=False)
 
     def rows(self) -> Iterator[RouteRow]:
@@ -67,8 +70,8 @@ class TaskRoutes:
     # ── in ────────────────────────────────────────────────────────────────────
 
     async def submit(self) -> Response:
-        """Answered when the task is in the journal. `notes` list what of the request is done otherwise here,
-        or not at all.
+        """Submit a task; the answer is sent when the task is in the journal. Its `notes` list the parts of
+        the request that are done differently here, or not at all.
         """
         body = await body_object()
         task_id = body.get("task_id")
@@ -85,12 +88,12 @@ class TaskRoutes:
     async def take(
         self, body: dict[str, Json], *, name: str, origin: Origin, callback_format: str
     ) -> TaskSpec:
-        """Submit a request under a name of ours, or under the next one where that name's last task is over.
-        Gives the task as it was taken.
+        """Submit a request under one of our names, or under the next name if the last task of that name is
+        over. Returns the task as it was taken.
         """
-        found = await trio.to_thread.run_sync(partial(request_found, body, volumes=self.service.volumes))
-        with their_paths():
-            # a TaskRequest names no sampling, and its trainer computes logprobs without penalties and cuts
+        found = await trio.to_thread.run_sync(partial(convert_request, body, volumes=self.service.volumes))
+        with name_request_paths():
+            # A TaskRequest has no sampling, and its trainer computes logprobs without penalties and cuts.
             own: dict[str, Json] = {
                 "sampling": dict(UNCUT),
                 "task_id": name,
@@ -111,7 +114,7 @@ class TaskRoutes:
                 task_id=run_name(name, run),
                 metadata=with_origin(spec.metadata, evolve(origin, run=run, notes=tuple(found.notes))),
             )
-            with their_paths():
+            with name_request_paths():
                 await self.service.submit(spec, idempotency_key=request.headers.get("Idempotency-Key"))
         return spec
 
@@ -126,8 +129,8 @@ class TaskRoutes:
     # ── out ───────────────────────────────────────────────────────────────────
 
     async def task(self, task_id: str) -> Response:
-        """TaskStatus. With `results=false`, which Polar does not have, without the sessions' results: a poll
-        then costs nothing.
+        """The TaskStatus of a task. With `results=false`, which Polar does not have, the sessions' results
+        are left out, so that a poll costs nothing.
         """
         found = await self._existing(task_id)
         body = task_body(
@@ -136,7 +139,7 @@ class TaskRoutes:
             status_head(found),
             node=self.service.node_id,
             results=request.args.get("results", "true") != "false",
-            recent=self._recent,
+            recent=self._recent_results,
         )
         return Response(body, content_type="application/json")
 
@@ -150,7 +153,7 @@ class TaskRoutes:
             return json_response({**status_head(await self._existing(task_id)), "cancelled": cancelled})
         if request.args.get("register_if_missing", "false").lower() not in ("true", "1"):
             raise NotFound("Task not found")
-        remember(self._called_off, task_name(task_id), task_id, most=CALLED_OFF)
+        remember(self._called_off, task_name(task_id), task_id, most=MAX_CALLED_OFF)
         return json_response(
             {
                 "task_id": task_id,
@@ -162,7 +165,7 @@ class TaskRoutes:
         )
 
     async def tasks(self) -> Response:
-        """The newest first. `status`, `harness`, `since`, `limit`."""
+        """The tasks, newest first. Parameters: `status`, `harness`, `since`, `limit`."""
         status, harness, since = (
             request.args.get("status"),
             request.args.get("harness"),
@@ -201,7 +204,7 @@ class TaskRoutes:
         return found
 
     async def _find(self, task_id: str) -> TaskRecord | None:
-        """By Polar's id, or by ours."""
+        """Find a task by Polar's id or by ours."""
         log = self.service.log
         return await log.latest_run(task_name(task_id)) or await log.task(task_id)
 

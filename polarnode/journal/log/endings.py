@@ -5,19 +5,19 @@ from collections.abc import Iterable
 
 from polarnode.core.conversation import Json
 from polarnode.core.task import TaskSpec
-from polarnode.groups.group import Facts, group_json, judged
+from polarnode.groups.group import SessionFacts, group_json, judged
 
 
-def task_ending(
+def ending_bodies(
     spec: TaskSpec,
-    facts: Iterable[Facts],
+    facts: Iterable[SessionFacts],
     *,
     task_id: str,
     submitted: float,
     finished: float,
 ) -> dict[str, dict[str, Json]]:
-    """The bodies of the `group` and `task` events of a task whose places are over. `finished`: when the
-    last of them was.
+    """The bodies of the `group` and `task` events of a task whose places are over. `finished` is when the
+    last of them ended.
     """
     group_id = spec.group_id or task_id
     group = judged(spec.group, facts, task_id=task_id, group_id=group_id)

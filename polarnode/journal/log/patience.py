@@ -1,4 +1,4 @@
-"""How long a caller waits that cannot go on without the log: until it answers."""
+"""Waiting for a log that is away, for callers that cannot go on without its answer."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -7,26 +7,26 @@ from typing import Final, TypeVar
 import trio
 
 from polarnode.core.backoff import Backoff
-from polarnode.journal.log.port import LogAway
+from polarnode.journal.log.port import LogUnavailable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# before the log is asked again: a failover takes some seconds
-PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
+# the pauses before the log is asked again: a failover takes some seconds
+RETRY_PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
-async def answered(ask: Callable[[], Awaitable[T]], *, meanwhile: str) -> T:
-    """The log's answer to a call that may be made again, however long it is away. `meanwhile`: what happens
-    to what waits, for the node's log.
+async def retry_until_answered(ask: Callable[[], Awaitable[T]], *, meanwhile: str) -> T:
+    """Make a call of the log until it answers, however long it is away. The call must be one that may be made
+    again. `meanwhile` says for node.log what happens to the work that waits.
     """
     tries = 0
     while True:
         try:
             return await ask()
-        except LogAway as away:
+        except LogUnavailable as away:
             if not tries:
                 logger.warning("%s; %s", away, meanwhile)
-            await trio.sleep(PAUSES.delay(tries))
+            await trio.sleep(RETRY_PAUSES.delay(tries))
             tries += 1

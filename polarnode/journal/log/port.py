@@ -1,14 +1,13 @@
 """The port of the log, and the values that it takes and gives.
 
 The log holds tasks and their places, events with positions, consumers, weights by version, pending
-callbacks and nodes. A node alone keeps it in SQLite (`sqlite.py`), a fleet in PostgreSQL (`postgres/`): one
-scheduler claims places from either. Turns of live sessions are not here; they stay on the disk of the node
-that runs them.
+callbacks and nodes. A node alone keeps it in SQLite (`sqlite.py`), a fleet in PostgreSQL (`postgres/`), and
+the same scheduler claims places from either. Turns of live sessions are not in the log: they stay on the disk
+of the node that runs them.
 
-A **place** is one of the samples of a task. An **incarnation** is one start of a node's process; a
-**claim** says that an incarnation holds a place with one session. A claim ends by `finish` or by
-`put_back`, or is taken away when its incarnation is silent. Every call that writes may be made again after
-its answer was lost.
+A **place** is one of the samples of a task. An **incarnation** is one start of a node's process. A **claim**
+says that an incarnation holds a place with one session. A claim ends by `finish` or by `put_back`, or is
+taken away when its incarnation is silent. Every call that writes may be made again after its answer was lost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,36 +23,38 @@ from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, Sessi
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome, Trajectory, Turn
 from polarnode.core.weights import PauseMode
-from polarnode.groups.group import Facts
+from polarnode.groups.group import SessionFacts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
-from polarnode.journal.values import EventPage, Filters, Retention, TaskRecord, TrajectoryEncoder
+from polarnode.journal.values import EventFilters, EventPage, RetentionLimits, TaskRecord, TrajectoryEncoder
 from polarnode.merge.trajectory import Identity
 
-RETRY_S: Final = 5.0  # what a refused caller is told to wait: a failover by a site's HA takes 5 to 30 seconds
+# A refused caller is told to wait this long. A failover by a site's high availability takes 5 to 30 seconds.
+LOG_RETRY_S: Final = 5.0
 
 
-class LogAway(Busy):
-    """The log cannot be reached now. Whether a call that was under way took effect is not known; it is made
-    again as it was.
+class LogUnavailable(Busy):
+    """The log cannot be reached now. It is not known whether a call that was under way took effect, so the
+    caller makes the same call again.
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
-        super().__init__(message, retry_after=RETRY_S)
+        super().__init__(message, retry_after=LOG_RETRY_S)
         self.reason = reason or message
 
 
 # ── places ────────────────────────────────────────────────────────────────────
 
-# Why a claim is to be ended at once and not run: its trainer cancelled the task, its group has enough, or
-# it was lost once more than the task's retries allow.
+# Why a claim is to be ended at once and not run: the trainer cancelled its task, its group has enough
+# sessions, or the place was lost once more than the task's retries allow.
 EndingCause = Literal["cancelled", "early stop", "retries spent"]
 
 
 @frozen(kw_only=True)
 class Claim:
-    """A place of a task that an incarnation holds. `attempt` counts the sessions of the place from 0,
-    `retries` those of them that were lost and counted. `ending`: it is not to be run.
+    """A place of a task that an incarnation holds. `attempt` numbers the sessions of the place from 0.
+    `retries` is how many of them were lost and count against the task's retries. `ending` says why the place
+    is not to be run, and is None for one that is.
     """
 
     task_id: str
@@ -69,10 +70,10 @@ class Claim:
 
 
 @frozen(kw_only=True)
-class Offer:
-    """What a node has room for, but for the places `avoided`, by task and number. `serving` is the version of
-    its weights by adapter, where "" is the base: a node whose version is not the current one claims nothing
-    of it. With `begun_only` it takes only places of tasks of which it runs one already.
+class ClaimOffer:
+    """What a node has room for. It never takes the places in `avoided`, which are given by task and number.
+    `serving` maps each adapter ("" is the base) to the version that the node serves: it claims no place that
+    needs a version other than this. With `begun_only` it takes only places of tasks that it already runs.
     """
 
     incarnation: int
@@ -84,17 +85,17 @@ class Offer:
     avoided: frozenset[tuple[str, int]] = frozenset()
 
 
-# Who filled a place: this call (with the "last" one its task is over), this session in an earlier call, or
-# another session; or the log does not have the task (retention deleted it, or an older state of the log was
-# restored).
+# Who filled a place: this call ("now", or "last" where its task is over with it), this session in an earlier
+# call ("already"), or another session ("another"). "unknown" means that the log does not have the task,
+# because retention deleted it or an older state of the log was restored.
 FinishAnswer = Literal["now", "last", "already", "another", "unknown"]
-FILLED: Final = ("now", "last", "already")
+FILLED_ANSWERS: Final = ("now", "last", "already")
 
 
 @frozen(kw_only=True)
-class Ended:
-    """A session that is over, packed: part 0 is its trajectory, the parts after it are its turns. `SqliteLog`
-    has the turns of sessions that ran here already, and takes part 0 alone.
+class EndedSession:
+    """A session that is over, packed: part 0 is its trajectory, and the parts after it are its turns. Part 0
+    is enough for `SqliteLog`, which has the turns of sessions that ran here already.
     """
 
     identity: Identity
@@ -112,9 +113,9 @@ class Ended:
         return sum(map(len, self.parts))
 
     @property
-    def facts(self) -> Facts:
-        """What its group is judged by."""
-        return Facts(
+    def facts(self) -> SessionFacts:
+        """The facts by which its group is judged."""
+        return SessionFacts(
             session_id=self.identity.session_id,
             sample_index=self.identity.sample_index,
             outcome=self.outcome,
@@ -124,11 +125,11 @@ class Ended:
         )
 
 
-def ended_session(trajectory: Trajectory, *, finished: float) -> Ended:
-    """Pack a trajectory without its turns, which the journal of the node that ran it has. It fails here, at
-    its source, where a value cannot be packed.
+def pack_ended(trajectory: Trajectory, *, finished: float) -> EndedSession:
+    """Pack a trajectory without its turns, which are in the journal of the node that ran it. A value that
+    cannot be packed fails here, at its source.
     """
-    return Ended(
+    return EndedSession(
         identity=Identity(
             session_id=trajectory.session_id,
             task_id=trajectory.task_id,
@@ -153,9 +154,9 @@ def ended_session(trajectory: Trajectory, *, finished: float) -> Ended:
     )
 
 
-def whole_session(trajectory: Trajectory, *, finished: float) -> Ended:
+def pack_whole_session(trajectory: Trajectory, *, finished: float) -> EndedSession:
     """Pack a trajectory with its turns."""
-    found = ended_session(trajectory, finished=finished)
+    found = pack_ended(trajectory, finished=finished)
     return evolve(found, parts=(*found.parts, *map(pack_turn, trajectory.turns)))
 
 
@@ -164,7 +165,7 @@ def whole_session(trajectory: Trajectory, *, finished: float) -> Ended:
 
 @frozen(kw_only=True)
 class LogGap:
-    """What a reader misses, or has of another log. It goes on after `position` of `log`."""
+    """What a reader misses, or has read of another log. The reader goes on after `position` of `log`."""
 
     asked: Cursor
     log: str
@@ -174,7 +175,7 @@ class LogGap:
 
 @frozen(kw_only=True)
 class LogPage:
-    """Some events of the log, in order. Continue from `Cursor(position=page.seen, log=log)`."""
+    """Some events of the log, in order. The next page begins at `Cursor(position=page.seen, log=log)`."""
 
     log: str
     page: EventPage
@@ -182,19 +183,19 @@ class LogPage:
 
 
 @frozen(kw_only=True)
-class LogStanding:
-    """How the log stands, as of at most five seconds ago; its bytes of at most a minute ago. It is kept in
-    memory, for whoever may not wait for the log.
+class LogStatus:
+    """The state of the log at most five seconds ago, with its bytes at most a minute ago. It is kept in
+    memory, for callers that must not wait for the log.
 
-    `log` is "" before it was read. `acknowledged`: up to where all consumers that are waited for have read.
-    `oldest_unacknowledged` is when the event after it came, in seconds since the epoch.
+    `log` is "" before it was first read. `acknowledged` is the position up to which all consumers that are
+    waited for have read. `oldest_unacknowledged` is when the event after it came, in seconds since the epoch.
     """
 
     log: str = ""
     position: int = 0
     pruned: int = 0
     acknowledged: int = 0
-    consumers: Mapping[str, int] = field(factory=dict)  # positions
+    consumers: Mapping[str, int] = field(factory=dict)  # the position of each
     unacknowledged_bytes: int = 0
     oldest_unacknowledged: float | None = None
 
@@ -206,7 +207,7 @@ NodeState = Literal["alive", "lost", "left", "replaced"]
 
 @frozen(kw_only=True)
 class NodeFacts:
-    """What a node says of itself when it joins. `certificate`: the SHA-256 of a self-signed one."""
+    """What a node says of itself when it joins. `certificate` is the SHA-256 of a self-signed one."""
 
     name: str
     url: str = ""
@@ -223,15 +224,15 @@ class NodeRow:
     facts: NodeFacts
     state: NodeState
     sign: int
-    running: int = 0  # places that it holds
+    running: int = 0  # the number of places that it holds
     serving: Mapping[str, str] = field(factory=dict)
     report: Mapping[str, Json] = field(factory=dict)
 
 
 @frozen(kw_only=True)
-class Joined:
-    """An incarnation that begins. `inherited`: what earlier incarnations of its name held, which is its own
-    now: it delivers them as far as they got, or puts them back.
+class JoinedNode:
+    """An incarnation that begins. `inherited` are the claims of earlier incarnations of its name, which are
+    its own now: it publishes their sessions as far as they got, or puts the places back.
     """
 
     incarnation: int
@@ -241,13 +242,14 @@ class Joined:
 # ── weights and callbacks ─────────────────────────────────────────────────────
 
 
-TransferKind = Literal["update", "group"]  # by its id, or by its name
+TransferKind = Literal["update", "group"]  # an update is named by its id, a group by its name
 
 
 @frozen(kw_only=True)
 class LogWeights:
-    """A version of the weights; `adapter` is "" for the base. It counts when `holders` are enough, or when it
-    is in a storage that outlives the nodes. `counted`: it is the current version, or it was.
+    """A version of the weights; `adapter` is "" for the base. It may become the current version when enough
+    nodes hold its files (`holders`), or when they are `shared`: in a storage that outlives the nodes.
+    `counted` says that it is the current version or was.
     """
 
     version: str
@@ -257,13 +259,13 @@ class LogWeights:
     shared: bool = False
     current: bool = False
     counted: bool = False
-    holders: tuple[int, ...] = ()  # incarnations that are alive
+    holders: tuple[int, ...] = ()  # those incarnations that are alive
 
 
 @frozen(kw_only=True)
 class LeasedCallback:
-    """An event that its receiver has not accepted, and whoever leased it sends. `lease` is its fence: it
-    counts how often the event was leased.
+    """An event that its receiver has not accepted yet. The node that leased it sends it. `lease` counts how
+    often the event was leased, so that an older lease is recognised.
     """
 
     position: int
@@ -273,23 +275,23 @@ class LeasedCallback:
     lease: int
 
 
-NO_ROOMS: Final[Mapping[str, int]] = {}
+NO_URL_LIMITS: Final[Mapping[str, int]] = {}
 
 
 # ── the port ──────────────────────────────────────────────────────────────────
 
 
-class Places(Protocol):
+class PlacesPort(Protocol):
     """Tasks and who runs them."""
 
     @property
     def open_places(self) -> int:
-        """The places that are not over, as of some seconds ago."""
+        """The number of places that are not over, as of some seconds ago."""
 
     @property
     def place_news(self) -> int:
-        """Counts the news of queued places and of sessions to stop among those that `news` counts, so that
-        who claims does not ask the log about every event.
+        """A count of the news that concern queued places and sessions to stop. It is apart from `news`, so
+        that a node which waits for places does not ask the log about every event.
         """
 
     async def submit(
@@ -303,52 +305,57 @@ class Places(Protocol):
         submitted: float,
         model: str = "",
     ) -> TaskRecord:
-        """Accept a task; all of it or nothing. Where its key is known the task of that key is given, and
-        where its id is taken by another task Conflict is raised. `model`: what its places require besides
-        what the task says, which stays as it was sent; a node alone has one.
+        """Accept a task, all of it or nothing. Where its key is known the task with that key is returned.
+        Raises Conflict where another task has its id. `model` is the label that its places require besides
+        those of the task, whose spec stays as it was sent; a node alone has one model.
         """
 
-    async def claim(self, offer: Offer) -> tuple[Claim, ...]:
-        """Take up to `room` queued places: by priority, then of tasks that run here, then with images that
-        are here, then by age. Nobody else gets them.
+    async def claim(self, offer: ClaimOffer) -> tuple[Claim, ...]:
+        """Take up to `room` queued places, which nobody else gets then. They are ordered by priority, then
+        whether their task runs here, then whether its image is here, then age.
         """
 
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
-        """Take places that nobody runs and nobody should, whatever they require: each is finished at once."""
+        """Take queued places that nobody should run, whatever they require. The caller finishes each at
+        once.
+        """
 
     async def take_place(self, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
-        """Take one queued place by its name, as a capture does: nobody claims those of a task whose harness
-        is the caller's own. None where it is not queued.
+        """Take one queued place by its task and number, as a capture does: `claim` leaves out tasks whose
+        harness is the caller's own. None where the place is not queued.
         """
 
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
-        """All that an incarnation holds: what it asks after the answer to a claim was lost."""
+        """All claims of an incarnation. A node asks for them after the answer to a claim was lost."""
 
-    async def session_started(self, identity: Identity) -> None:
+    async def record_session(self, identity: Identity) -> None:
         """Record the identity of a session that runs."""
 
-    async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        """Fill a place, and write its event; with the last of a task also the group's and the task's."""
-
-    async def put_back(
-        self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
-    ) -> Claim | None:
-        """Give a place back, for another attempt; `ended` is published as an `attempt`. With `keep` this node
-        holds the next attempt, which is returned unless the place must be ended.
+    async def finish_claim(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
+        """Fill a place and write its event. The last place of a task also writes the group's and the
+        task's.
         """
 
-    async def publish(self, ended: Ended, incarnation: int) -> FinishAnswer:
-        """Publish a session without a place: a capture, or an attempt whose place is another session's."""
+    async def put_back(
+        self, claim: Claim, ended: EndedSession | None = None, *, counts: bool = True, keep: bool = False
+    ) -> Claim | None:
+        """Give a place back for another attempt. `ended`, if given, is published as an `attempt`. With
+        `counts` this takes one of the task's retries. With `keep` this node claims the next attempt at once
+        and gets that claim, unless the place must be ended.
+        """
+
+    async def publish_session(self, ended: EndedSession, incarnation: int) -> FinishAnswer:
+        """Publish a session without a place: a capture, or an attempt whose place another session has."""
 
     async def cancel(self, task_id: str, at: float) -> bool:
-        """Cancel a task, for good. False for an unknown or finished one."""
+        """Cancel a task for good. Returns False for an unknown or finished task."""
 
-    async def to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
-        """By session id, why sessions that this incarnation runs must be ended now."""
+    async def sessions_to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
+        """Map each session that this incarnation runs and must end now to the cause."""
 
 
-class Membership(Protocol):
-    """Nodes and their signs of life. No clock of a server judges silence (`watching.py`)."""
+class MembershipPort(Protocol):
+    """Nodes and their signs of life. The server's clock does not judge silence; nodes do (`watching.py`)."""
 
     @property
     def lost(self) -> bool:
@@ -356,152 +363,168 @@ class Membership(Protocol):
 
     @property
     def least_load(self) -> float | None:
-        """The load of the other node that told the least with its last sign; None where no other node of this
-        one's model begins sessions.
+        """The lowest load that another node of the same model gave with its last sign. None where no such
+        node begins sessions.
         """
 
-    def tell_load(self, load: float | None) -> None:
-        """Say with the next sign how full this node is, from 0 to 1; None: it begins no sessions now."""
+    def set_load(self, load: float | None) -> None:
+        """Say with the next sign how full this node is, from 0 to 1. None means that it begins no sessions
+        now.
+        """
 
-    async def join(self, facts: NodeFacts) -> Joined:
-        """Begin an incarnation. Earlier ones of its name are replaced: they hold nothing any more."""
+    async def join(self, facts: NodeFacts) -> JoinedNode:
+        """Begin an incarnation. Earlier ones of its name are replaced and hold nothing any more."""
 
     async def renew_certificate(self, incarnation: int, certificate: str) -> None:
-        """Say that a node shows another certificate from now on; it goes on under its incarnation."""
+        """Say that a node shows another certificate from now on. Its incarnation stays the same."""
 
-    async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
-        """Give a sign of life. False where the incarnation was declared lost, or replaced."""
+    async def give_sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
+        """Give a sign of life. Returns False where the incarnation was declared lost or replaced."""
 
-    async def signs(self) -> Mapping[int, int]:
+    async def read_signs(self) -> Mapping[int, int]:
         """The sign of each incarnation that counts as alive."""
 
-    async def expire(self, incarnation: int, sign: int) -> bool:
+    async def declare_lost(self, incarnation: int, sign: int) -> bool:
         """Declare an incarnation lost, if `sign` is still its last one."""
 
     async def put_back_lost(self) -> int:
-        """Queue what incarnations hold that are not alive. Each counts as a retry."""
+        """Queue the places of incarnations that are not alive. Each counts as a retry. Returns their
+        number.
+        """
 
     async def leave(self, incarnation: int) -> None:
-        """End an incarnation in order. What it still holds is for others."""
+        """End an incarnation in order. The places that it still holds are queued for others."""
 
     async def nodes(self, *, every: bool = False) -> tuple[NodeRow, ...]:
-        """The nodes that are alive; or every row that is kept."""
+        """The nodes that are alive, or with `every` all rows that are kept."""
 
 
-class Events(Protocol):
+class EventsPort(Protocol):
     """Events by position, and the consumers that read them."""
 
-    async def identity(self) -> str:
-        """What the log is called now. Another name means another log, or another history of this one."""
+    async def log_name(self) -> str:
+        """The name of the log now. Another name means another log, or another history of this one."""
 
     async def mark_restored(self) -> str:
-        """Say that the log was put back to an earlier state, which no timeline shows. Gives its new name."""
+        """Say that the log was restored to an earlier state, which no timeline shows. Returns its new
+        name.
+        """
 
     async def events(
         self,
         after: Cursor,
         *,
-        filters: Filters | None = None,
+        filters: EventFilters | None = None,
         encoder: TrajectoryEncoder | None = None,
         limit: int = 64,
     ) -> LogPage:
         """The events after a cursor, bounded in number and bytes."""
 
     @property
-    def standing(self) -> LogStanding:
-        """How the log stands, without a question to it."""
+    def log_status(self) -> LogStatus:
+        """The state of the log as it is known here. The log is not asked."""
 
-    async def end(self) -> Cursor:
-        """The last event."""
+    async def last_cursor(self) -> Cursor:
+        """The cursor of the last event."""
 
-    async def position(self, consumer: str) -> Cursor:
-        """The last event that a consumer acknowledged."""
+    async def consumer_cursor(self, consumer: str) -> Cursor:
+        """The cursor of the last event that a consumer acknowledged."""
 
-    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
-        """A consumer's position; one that is new is created after `begin`, so that nothing it has not read is
+    async def ensure_consumer(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+        """A consumer's position. A new consumer is created at `begin`, so that nothing it has not read is
         pruned as acknowledged by all. Raises Refused where there are too many.
         """
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
-        """Move a consumer forward, never back and never beyond the last event. Raises Refused where there are
-        too many.
+        """Move a consumer's position forward, never back and never beyond the last event. Raises Refused
+        where there are too many consumers.
         """
 
-    def attend(self, consumer: str, change: int) -> None:
-        """Count a stream of a consumer that is opened here (1) or closed (-1). The log knows it within a
-        second, and forgets those of a node that is gone.
+    def track_stream(self, consumer: str, change: int) -> None:
+        """Count a stream of a consumer that is opened here (`change` 1) or closed (-1). The log knows this
+        within a second, and forgets the streams of a node that is gone.
         """
 
-    async def forget(self, consumer: str) -> bool:
-        """Delete a consumer."""
+    async def forget_consumer(self, consumer: str) -> bool:
+        """Delete a consumer. Returns False where there is none of this name."""
 
     async def consumers(self) -> tuple[Consumer, ...]:
-        """Every consumer, and how far it is behind."""
+        """Describe every consumer, and how far it is behind."""
 
-    async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
-        """Delete some of the oldest events that may go, and bodies that nobody finished. How many events."""
+    async def prune(self, retention: RetentionLimits, *, now: float, limit: int = 256) -> int:
+        """Delete some of the oldest events that may go, and bodies that nobody finished. Returns the number
+        of events.
+        """
 
     @property
     def news(self) -> int:
-        """Counts what was written to the log, by whomever. Read before a look, for `wait_news` after it."""
+        """A count of what any node wrote to the log. A caller reads it before it looks at the log, and passes
+        it to `wait_news` afterwards.
+        """
 
     async def wait_news(self, seen: int, seconds: float) -> None:
-        """Return when another node or this one wrote something, or after so many seconds."""
+        """Return when any node has written something since the count was `seen`, or after so many seconds."""
 
     @property
     def event_news(self) -> int:
-        """Counts the news of events among those that `news` counts, so that who reads them does not ask the
-        log whenever a place is queued.
+        """A count of the news that concern events. It is apart from `news`, so that a reader of events does
+        not ask the log whenever a place is queued.
         """
 
 
-class WeightVersions(Protocol):
-    """Versions of the weights and of adapters. Nodes of several models may share a log: `model` is the label
-    of that name of the nodes that serve a version, and each model has its own versions.
+class WeightsPort(Protocol):
+    """Versions of the weights and of adapters. Nodes of several models may share a log, and each model has
+    its own versions: `model` is the label `model` of the nodes that serve a version.
     """
 
     async def add_weights(
         self, version: str, body: Json, *, model: str = "", shared: bool = False, at: float
     ) -> None:
-        """Record a version, of the adapter that its body names or of the base. Only the first row of a
+        """Record a version of the adapter that its body names, or of the base. Only the first row of a
         version is kept.
         """
 
-    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
+    async def add_weight_holder(self, version: str, incarnation: int, *, model: str = "") -> None:
         """Say that a node has the files of a version."""
 
-    async def serve_weights(self, version: str, *, model: str = "", holders: int = 2) -> bool:
-        """Make a version the current one, if enough nodes that are alive have it or it is shared, and none
-        that was brought later is current.
+    async def make_current(self, version: str, *, model: str = "", holders: int = 2) -> bool:
+        """Make a version the current one. This needs `holders` nodes that are alive and have its files, or a
+        shared storage that has them; and no version that was added later may be current. Returns whether it
+        was done.
         """
 
     async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
-        """Record what else became of a version. One of an adapter that was deleted is not current any
+        """Replace the body of a version. One whose body says that its adapter was deleted is not current any
         more.
         """
 
-    async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
-        """Say what a node serves, by adapter."""
+    async def report_serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
+        """Say which version of each adapter, and of the base, a node serves."""
 
     async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
-        """Record who takes part in what a trainer does by several requests, which may come to any node."""
+        """Record the nodes that take part in a transfer, for which a trainer sends several requests to any
+        node.
+        """
 
-    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
-        """What was recorded; None where it ended, or was never begun on several nodes."""
+    async def read_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        """The recorded transfer. None where it ended, or was never begun on several nodes."""
 
     async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
-        """Forget it."""
+        """Forget a transfer."""
 
-    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
-        """Say that a trainer holds generation on the nodes of a model, or of all; None: it goes on."""
+    async def hold_generation(self, mode: PauseMode | None, *, model: str = "") -> None:
+        """Say that a trainer holds generation on the nodes of a model, or on all. None means that it goes
+        on.
+        """
 
-    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
-        """How generation is held on the nodes of a model. It counts for a node that `follows` it already, and
-        for others while a node is alive that was there then. A node alone has nobody to tell.
+    async def generation_hold(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        """How generation is held on the nodes of a model. A hold counts for a node that `follows` it already,
+        and for others as long as some node is alive that was there when it began. A node alone records no
+        hold here.
         """
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
-        """Nodes that are alive and do not serve the current version of their model's base, but another."""
+        """Nodes that are alive and serve a version other than the current one of their model's base."""
 
     async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
         """A version of the base or of an adapter."""
@@ -509,43 +532,45 @@ class WeightVersions(Protocol):
     async def weights(
         self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
     ) -> tuple[LogWeights, ...]:
-        """Versions of the base, or of adapters, newest first. With `latest` only the newest and the current
-        one of the base, or of each adapter.
+        """Versions of the base, or with `adapters` those of adapters, newest first. `latest` leaves only the
+        newest and the current version of the base, or of each adapter.
         """
 
     @property
     def weight_news(self) -> int:
-        """Counts the news of weights among those that `news` counts, so that who waits for a new version
-        does not ask the log about every event.
+        """A count of the news that concern weights. It is apart from `news`, so that a node which waits for a
+        new version does not ask the log about every event.
         """
 
 
-class Callbacks(Protocol):
+class CallbacksPort(Protocol):
     """Events that receivers have not accepted yet, each leased to one node at a time."""
 
     @property
     def callbacks_pending(self) -> bool:
-        """Whether some event may be pending, as of at most a second ago. The log is not asked for it."""
+        """Whether some event may be pending, as of at most a second ago. The log is not asked."""
 
     async def lease_callbacks(
-        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_URL_LIMITS
     ) -> tuple[LeasedCallback, ...]:
-        """Lease the oldest pending event of each task, oldest first: of one URL at most as many as `rooms`
-        says, or `each` where it does not name it.
+        """Lease the oldest pending event of each task, oldest first. `rooms` limits the events of each URL
+        that it names, and `each` those of any other.
         """
 
-    async def callback_taken(self, callback: LeasedCallback) -> bool:
-        """Its receiver accepted it. False where another node has leased it since: it may be sent again."""
+    async def accept_callback(self, callback: LeasedCallback) -> bool:
+        """Note that the receiver accepted an event. Returns False where another node has leased it since and
+        may send it again.
+        """
 
-    async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
-        """Its receiver did not accept it: it is sent again after so many seconds."""
+    async def retry_callback(self, callback: LeasedCallback, *, after_s: float) -> None:
+        """Note that the receiver did not accept an event, which is sent again after so many seconds."""
 
-    async def callback_counts(self) -> CallbackCounts:
-        """How many events are pending, and how many no longer are because retention pruned them."""
+    async def count_callbacks(self) -> CallbackCounts:
+        """Count the events that are pending, and those that retention pruned while they were."""
 
 
-class Queries(Protocol):
-    """What the API asks."""
+class QueriesPort(Protocol):
+    """The reads of the API."""
 
     async def task(self, task_id: str) -> TaskRecord | None: ...
 
@@ -555,27 +580,27 @@ class Queries(Protocol):
         """The last task that was submitted under a name that may be used again."""
 
     async def tasks(self, *, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
-        """Newest first; `before` is the last task of the page before."""
+        """Tasks, newest first. `before` is the last task of the previous page."""
 
     async def session(self, session_id: str) -> SessionRecord | None: ...
 
     async def trajectory(self, session_id: str) -> Trajectory | None:
-        """With all its turns; None when it is not over, unknown or pruned."""
+        """A session's trajectory with all its turns. None when the session is unknown, pruned or not over."""
 
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
-        """Of a session that is over."""
+        """The turns of a session that is over."""
 
     async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
-        """The first forks of a session, in the order they began."""
+        """The first forks of a session, in the order in which they began."""
 
     async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
-        """The session that forks go on from. Of one that runs a log that is shared has no turns yet."""
+        """The session that forks go on from. A shared log has no turns of a session that still runs."""
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
-        """The sessions that had a session's place before it, the last one first."""
+        """The earlier sessions of a session's place, the last one first."""
 
-    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
-        """What a group's judge needs of the task's sessions that are over."""
+    async def finished_places(self, task_id: str) -> tuple[SessionFacts, ...]:
+        """What is needed of the task's finished sessions to judge its group."""
 
     async def node_of(self, session_id: str) -> NodeRow | None:
         """The node that runs a session."""
@@ -583,17 +608,17 @@ class Queries(Protocol):
     async def finished_groups(
         self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
     ) -> tuple[Mapping[str, Json], ...]:
-        """Bodies of `group` events with what their tasks say, newest first (`journal.finished_groups`)."""
+        """Bodies of `group` events with facts of their tasks, newest first (`journal.finished_groups`)."""
 
 
-class Evaluations(Protocol):
-    """Scores that are given to sessions that were over."""
+class EvaluationsPort(Protocol):
+    """Scores that are given to finished sessions."""
 
-    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
-        """The sessions that hold the places of a task, or of a group's tasks."""
+    async def placed_sessions(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        """The ids of the sessions that hold the places of a task, or of all tasks of a group."""
 
     async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
-        """Whether each of these sessions is over; without those that the log does not have."""
+        """Map each session to whether it is over. Sessions that the log does not have are left out."""
 
     async def submit_evaluation(
         self,
@@ -605,35 +630,41 @@ class Evaluations(Protocol):
         incarnation: int,
         now: float,
     ) -> EvaluationStatus:
-        """An evaluation of `sessions`; by each one's id, why it is refused, or None."""
+        """Record an evaluation. `sessions` maps the id of each session to why it is refused, or to None."""
 
-    async def reward(self, given: RewardEvent) -> bool:
-        """Write the `reward` event of a session, once for each evaluation."""
+    async def write_reward(self, given: RewardEvent) -> bool:
+        """Write the `reward` event of a session, once for each evaluation. Returns whether this call wrote
+        it.
+        """
 
     async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:
-        """A session of an evaluation that gets no event."""
+        """Record why a session of an evaluation gets no event."""
 
     async def evaluation(
         self, evaluation_id: str | None, idempotency_key: str | None = None
     ) -> EvaluationStatus | None: ...
 
     async def pending_evaluations(self, incarnation: int) -> tuple[EvaluationStatus, ...]:
-        """Those of this incarnation, and those of incarnations that are not alive, which are its own from now
-        on.
+        """The pending evaluations of this incarnation, and those of incarnations that are not alive, which
+        belong to this one from now on.
         """
 
 
-class Log(Places, Membership, Events, WeightVersions, Callbacks, Queries, Evaluations, Protocol):
-    """The whole port. A room asks for the part that it uses."""
+class Log(
+    PlacesPort, MembershipPort, EventsPort, WeightsPort, CallbacksPort, QueriesPort, EvaluationsPort, Protocol
+):
+    """The whole port. A caller should ask for the part that it uses."""
 
     @property
     def shared(self) -> bool:
-        """Whether other nodes have it too: cursors name it, and what a node gives back runs elsewhere."""
+        """Whether other nodes use this log too. Its cursors name it then, and a place that a node gives back
+        may run elsewhere.
+        """
 
-    async def reachable(self) -> str | None:
-        """Why the log is away; None while it answers."""
+    async def unavailable_reason(self) -> str | None:
+        """Why the log is away, or None while it answers."""
 
 
 def fork_parent_id(fork: ForkedFrom | None) -> str | None:
-    """The session that a fork goes on from."""
+    """The id of the session that a fork goes on from."""
     return None if fork is None else fork.session_id

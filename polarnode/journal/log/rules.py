@@ -1,4 +1,4 @@
-"""What every implementation of the log decides alike, once it has read its own tables. Pure."""
+"""Decisions that every implementation of the log makes alike, after it has read its own tables. Pure."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from attrs import evolve
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Refused
 from polarnode.core.task import TaskSpec
-from polarnode.journal.log.port import EndingCause, LogGap, LogStanding
+from polarnode.journal.log.port import EndingCause, LogGap, LogStatus
 from polarnode.journal.values import JournalStatistics
 
 
@@ -22,8 +22,8 @@ def check_names(
 
 
 def ending_cause(*, cancelled: bool, enough: bool, spent: bool) -> EndingCause | None:
-    """Why a place is to be ended and not run. `enough`: its group needs no more sessions; `spent`: it was
-    lost once more than its task's retries allow.
+    """Why a place is to be ended and not run, or None. `enough` means that its group needs no more sessions,
+    and `spent` that the place was lost once more than its task's retries allow.
     """
     if cancelled:
         return "cancelled"
@@ -32,12 +32,14 @@ def ending_cause(*, cancelled: bool, enough: bool, spent: bool) -> EndingCause |
     return "retries spent" if spent else None
 
 
-def gap_of(
+def compute_gap(
     asked: Cursor, *, log: str, last: int, pruned: int, known: bool, lost_after: int | None
 ) -> LogGap | None:
-    """What a reader misses that asks for the events after a cursor. `last` and `pruned`: the last position of
-    this log, and the last that retention deleted. `known`: this log was once named `asked.log`; `lost_after`:
-    the last position of that history that this one has, None where it has all.
+    """What a reader misses that asks for the events after a cursor; None where it misses nothing.
+
+    `last` and `pruned` are the last position of this log, and the last one that retention deleted. `known`
+    says that this log was once named `asked.log`. `lost_after` is the last position of that history which
+    this log has too, or None where it has all of it.
     """
     after, reason = asked.position, None
     if asked.log not in ("", log):
@@ -54,7 +56,8 @@ def gap_of(
         after = last
         reason = f"the log ends at event {last}: it was restored, and nobody said so (mark it as restored)"
     if reason is None and after > last:
-        # the bare number says nothing of its log: what is sent once too often is known by its key
+        # A bare number does not name its log. Reading this one from its beginning may send events twice,
+        # which are known by their keys.
         after = pruned
         reason = f"the log ends at event {last}: the position is another log's, and this one is read whole"
     if reason is None and after < pruned:
@@ -63,9 +66,9 @@ def gap_of(
     return None if reason is None else LogGap(asked=asked, log=log, position=after, reason=reason)
 
 
-def with_standing(journal: JournalStatistics, log: LogStanding, *, now: float) -> JournalStatistics:
-    """A node's journal with the events and readers of its log in place of its own, which are the same where
-    the node is alone.
+def with_log_status(journal: JournalStatistics, log: LogStatus, *, now: float) -> JournalStatistics:
+    """The statistics of a node's journal, with the events and readers of its log in place of its own. Both
+    are the same where the node is alone.
     """
     waits_since = log.oldest_unacknowledged
     return evolve(

@@ -1,8 +1,8 @@
 """The log of a node alone: its journal, with the places of unfinished tasks beside it in memory.
 
-One process at a time has a journal open, so what PostgreSQL needs claims, fences and leases in tables for is
-decided here in the same step that enqueues the entry, and nothing comes between. What a restart must find is
-in the journal: a session without an outcome is one that ran.
+PostgreSQL needs tables for claims, fences and leases. Here one process at a time has the journal open, so all
+that is decided in the same step that enqueues the entry, and nothing comes between. What a restart must find
+is in the journal: a session with an identity and without an outcome is one that ran.
 """
 
 import math
@@ -22,14 +22,14 @@ from polarnode.core.conversation import Json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict
 from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, SessionRecord
-from polarnode.core.task import CAPTURE, EvaluationSpec, ForkSpec, TaskSpec
+from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.core.weights import PauseMode
-from polarnode.groups.group import Facts, member_of
+from polarnode.groups.group import SessionFacts, make_member
 from polarnode.journal import entries, pending_callbacks, queries, retention
 from polarnode.journal.entries import (
     ROW_BYTES,
-    Entry,
+    JournalEntry,
     PublishedSession,
     WeightsRow,
     adapter_of,
@@ -38,83 +38,97 @@ from polarnode.journal.entries import (
 from polarnode.journal.finished_groups import finished_groups
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.journal import Journal
-from polarnode.journal.log.news import News
+from polarnode.journal.log.news import NewsCounter
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import (
-    FILLED,
-    NO_ROOMS,
+    FILLED_ANSWERS,
+    NO_URL_LIMITS,
     Claim,
-    Ended,
+    ClaimOffer,
+    EndedSession,
     EndingCause,
     FinishAnswer,
-    Joined,
+    JoinedNode,
     LeasedCallback,
     LogGap,
     LogPage,
-    LogStanding,
+    LogStatus,
     LogWeights,
     NodeFacts,
     NodeRow,
-    Offer,
     TransferKind,
 )
-from polarnode.journal.log.rules import check_names, gap_of
+from polarnode.journal.log.rules import check_names, compute_gap
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
-from polarnode.journal.retention import Moment
-from polarnode.journal.schema import snapshot
-from polarnode.journal.values import AwaitedConsumers, Filters, Retention, TaskRecord, TrajectoryEncoder
+from polarnode.journal.retention import PruneInputs
+from polarnode.journal.schema import read_snapshot
+from polarnode.journal.values import (
+    AwaitedConsumers,
+    EventFilters,
+    RetentionLimits,
+    TaskRecord,
+    TrajectoryEncoder,
+)
 from polarnode.merge.trajectory import Identity
 from polarnode.support.ids import new_id
 
 Connection = sqlite3.Connection
-NOT_OURS: Final = "a node alone has no other nodes: start it with --log postgresql://… to be one of many"
+NO_OTHER_NODES: Final = (
+    "a node alone has no other nodes: start it with --log postgresql://… to be one of many"
+)
 
 
 @define(eq=False)
 class SqliteLog:
-    """The port `Log`, for the only incarnation that is alive. `join` comes before any claim."""
+    """The port `Log` for a node alone, whose incarnation is the only one that is alive. `join` must come
+    before any claim.
+    """
 
     journal: Journal
-    _places: PlaceTable = field(factory=PlaceTable, init=False)
-    _facts: NodeFacts | None = field(default=None, init=False)  # of the incarnation; None before and after it
-    _sign: int = field(default=0, init=False)
+    _place_table: PlaceTable = field(factory=PlaceTable, init=False)
+    _facts: NodeFacts | None = field(default=None, init=False)  # None before it joins and after it leaves
+    _sign_count: int = field(default=0, init=False)
     _report: Mapping[str, Json] = field(factory=dict, init=False)
     _serving: Mapping[str, str] = field(factory=dict, init=False)
-    _current: dict[str, str] = field(factory=dict, init=False)  # the version that counts, by adapter
-    _held: set[str] = field(factory=set, init=False)  # versions whose files the node has
+    _current: dict[str, str] = field(factory=dict, init=False)  # the current version, by adapter
+    _held_versions: set[str] = field(factory=set, init=False)  # versions whose files the node has
     place_news: int = field(default=0, init=False)
     _weight_news: int = field(default=0, init=False)
-    _added: dict[str, str] = field(factory=dict, init=False)  # the adapter of each version that was added
-    _shared: set[str] = field(factory=set, init=False)  # versions in a storage that outlives it
-    _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: until when, and which
-    # what an earlier run of the process left is not known before the first look
+    _adapter_by_version: dict[str, str] = field(
+        factory=dict, init=False
+    )  # the adapter of each version that was added
+    _shared_versions: set[str] = field(
+        factory=set, init=False
+    )  # versions in a storage that outlives the node
+    _leases: dict[int, tuple[float, int]] = field(factory=dict, init=False)  # by event: end and number
+    # True at first, because it is not known yet what an earlier run of the process left.
     callbacks_pending: bool = field(default=True, init=False)
-    _becoming: int = field(
+    _ends_in_progress: int = field(
         default=0, init=False
-    )  # ends on their way to the disk, whose events will be pending
-    _became: int = field(default=0, init=False)  # and those that are there
-    _restores: list[int] | None = field(default=None, init=False)  # nobody else has the journal open
+    )  # ends of sessions that are being written, whose events will be pending
+    _ends_written: int = field(default=0, init=False)  # such ends that were written
+    _restores: list[int] | None = field(default=None, init=False)  # cached: nobody else has the journal open
 
     @property
-    def _news(self) -> News:
+    def _news(self) -> NewsCounter:
         return self.journal.news
 
     shared: ClassVar[bool] = False
-    lost: ClassVar[bool] = False  # nobody else watches, and a second process of its journal does not start
+    lost: ClassVar[bool] = False  # no other node watches, and a second process on this journal does not start
     least_load: ClassVar[float | None] = None
 
-    def tell_load(self, load: float | None) -> None:
-        """There is nobody to tell."""
+    def set_load(self, load: float | None) -> None:
+        """Do nothing: there is no other node."""
 
     @property
     def open_places(self) -> int:
-        return self._places.open_places
+        return self._place_table.open_places
 
-    def _tell_places(self) -> None:
+    def _announce_places(self) -> None:
         self.place_news += 1
-        self._news.tell()
+        self._news.announce()
 
-    async def reachable(self) -> str | None:
+    async def unavailable_reason(self) -> str | None:
         await trio.lowlevel.checkpoint()
         return self.journal.damage
 
@@ -132,19 +146,19 @@ class SqliteLog:
         model: str = "",
     ) -> TaskRecord:
         check_names(spec, task_id, session_ids, idempotency_key)
-        # an id that nobody chose is a new one, and what is open is known without a look at the disk
+        # An id that the caller did not choose is new. Open tasks are known without a look at the disk.
         named = idempotency_key is not None or spec.task_id is not None
-        while named or self._places.has(task_id, idempotency_key):
+        while named or self._place_table.has_task(task_id, idempotency_key):
             known = await self.journal.query(_known_task, task_id, idempotency_key)
             if known is not None:
                 of_key = idempotency_key is not None and known.idempotency_key == idempotency_key
                 if of_key or dump_json(task_json(known.spec)) == dump_json(task_json(spec)):
                     return known
                 raise Conflict(f"task {task_id} exists with another spec: choose another task_id")
-            if not self._places.has(task_id, idempotency_key):
+            if not self._place_table.has_task(task_id, idempotency_key):
                 break
-            await self.journal.flushed()  # another call was first, and its task is on its way to the disk
-        self._places.submit(
+            await self.journal.flush()  # another call was first, and its task is being written
+        self._place_table.submit(
             spec,
             task_id=task_id,
             session_ids=session_ids,
@@ -159,7 +173,7 @@ class SqliteLog:
             now=submitted,
             callback_kinds=callback_kinds,
         )
-        self._tell_places()
+        self._announce_places()
         await self.journal.commit(entry)
         return TaskRecord(
             task_id=task_id,
@@ -173,34 +187,36 @@ class SqliteLog:
             ),
         )
 
-    async def claim(self, offer: Offer) -> tuple[Claim, ...]:
+    async def claim(self, offer: ClaimOffer) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
-        return self._places.claim(offer, self._current) if self._lives(offer.incarnation) else ()
+        return self._place_table.claim(offer, self._current) if self._is_alive(offer.incarnation) else ()
 
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
-        return self._places.claim_endings(limit) if self._lives(incarnation) else ()
+        return self._place_table.claim_endings(limit) if self._is_alive(incarnation) else ()
 
     async def take_place(self, task_id: str, sample_index: int, incarnation: int) -> Claim | None:
         await trio.lowlevel.checkpoint()
-        return self._places.take(task_id, sample_index) if self._lives(incarnation) else None
+        return self._place_table.take_place(task_id, sample_index) if self._is_alive(incarnation) else None
 
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
         await trio.lowlevel.checkpoint()
-        return self._places.claims() if self._lives(incarnation) else ()
+        return self._place_table.claims() if self._is_alive(incarnation) else ()
 
-    async def session_started(self, identity: Identity) -> None:
+    async def record_session(self, identity: Identity) -> None:
         await self.journal.commit(entries.session_entry(identity))
 
-    async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        answer = self._places.finish(claim, usable=member_of(claim.spec.group, ended.facts).usable)
-        if answer in FILLED:
-            self._tell_places()
-            with self._noted_callbacks(claim):
+    async def finish_claim(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
+        answer = self._place_table.finish_claim(
+            claim, usable=make_member(claim.spec.group, ended.facts).usable
+        )
+        if answer in FILLED_ANSWERS:
+            self._announce_places()
+            with self._note_pending_callbacks(claim):
                 await self.journal.commit(end_entry(ended))
             return answer
         if answer is None:  # the place is over, or was never here
-            await self.journal.flushed()
+            await self.journal.flush()
             session = await self.journal.session(ended.identity.session_id)
             if session is not None and session.outcome is not None:
                 return "already" if session.retried_as is None else "another"
@@ -209,10 +225,10 @@ class SqliteLog:
         return answer
 
     async def put_back(
-        self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
+        self, claim: Claim, ended: EndedSession | None = None, *, counts: bool = True, keep: bool = False
     ) -> Claim | None:
         fresh = new_id()
-        was_held, kept = self._places.put_back(claim, fresh, counts=counts, keep=keep)
+        was_held, kept = self._place_table.put_back(claim, fresh, counts=counts, keep=keep)
         if not was_held:
             await trio.lowlevel.checkpoint()
             return None
@@ -225,64 +241,64 @@ class SqliteLog:
         )
         if ended is None:
             apply = partial(_forget_and_begin, session_id=claim.session_id, begin=begin)
-            entry = Entry(2 * ROW_BYTES, apply)
+            entry = JournalEntry(2 * ROW_BYTES, apply)
         else:
             entry = attempt_entry(ended, fresh, begin)
-        self._tell_places()
+        self._announce_places()
         await self.journal.commit(entry)
         return kept
 
-    async def publish(self, ended: Ended, incarnation: int) -> FinishAnswer:
-        await self.journal.flushed()
+    async def publish_session(self, ended: EndedSession, incarnation: int) -> FinishAnswer:
+        await self.journal.flush()
         session = await self.journal.session(ended.identity.session_id)
         if session is not None and session.outcome is not None:
             return "already"
         await self.journal.commit(end_entry(ended))
-        self._became += 1
+        self._ends_written += 1
         self.callbacks_pending = True  # its task may have a callback
-        self._news.tell()
+        self._news.announce()
         return "now"
 
     async def cancel(self, task_id: str, at: float) -> bool:
-        found = self._places.cancel(task_id)
+        found = self._place_table.cancel(task_id)
         if found:
-            self._tell_places()
+            self._announce_places()
             await self.journal.commit(entries.cancel_entry(task_id, now=at))
         return found
 
-    async def to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
+    async def sessions_to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
         await trio.lowlevel.checkpoint()
-        return self._places.to_stop() if self._lives(incarnation) else {}
+        return self._place_table.sessions_to_stop() if self._is_alive(incarnation) else {}
 
     # ── the node ──────────────────────────────────────────────────────────────
 
-    def _lives(self, incarnation: int) -> bool:
-        return self._facts is not None and incarnation == self._places.incarnation
+    def _is_alive(self, incarnation: int) -> bool:
+        return self._facts is not None and incarnation == self._place_table.incarnation
 
-    async def join(self, facts: NodeFacts) -> Joined:
-        if self._places.incarnation == 0:
-            await self.journal.flushed()
+    async def join(self, facts: NodeFacts) -> JoinedNode:
+        if self._place_table.incarnation == 0:
+            await self.journal.flush()
             for task in await self.journal.query(_unfinished_tasks):
-                self._places.inherit(**task)
-        self._places.incarnation += 1
-        self._facts, self._sign = facts, 0
-        return Joined(incarnation=self._places.incarnation, inherited=self._places.claims())
+                self._place_table.add_unfinished(**task)
+        self._place_table.incarnation += 1
+        self._facts, self._sign_count = facts, 0
+        return JoinedNode(incarnation=self._place_table.incarnation, inherited=self._place_table.claims())
 
-    async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
+    async def give_sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
         await trio.lowlevel.checkpoint()
-        if not self._lives(incarnation):
+        if not self._is_alive(incarnation):
             return False
-        self._sign += 1
+        self._sign_count += 1
         self._report = self._report if report is None else report
         return True
 
-    async def signs(self) -> Mapping[int, int]:
+    async def read_signs(self) -> Mapping[int, int]:
         await trio.lowlevel.checkpoint()
-        return {} if self._facts is None else {self._places.incarnation: self._sign}
+        return {} if self._facts is None else {self._place_table.incarnation: self._sign_count}
 
-    async def expire(self, incarnation: int, sign: int) -> bool:
-        """Nobody watches a node alone."""
-        raise NotImplementedError(NOT_OURS)
+    async def declare_lost(self, incarnation: int, sign: int) -> bool:
+        """Raise NotImplementedError: nobody watches a node alone."""
+        raise NotImplementedError(NO_OTHER_NODES)
 
     async def put_back_lost(self) -> int:
         await trio.lowlevel.checkpoint()
@@ -290,7 +306,7 @@ class SqliteLog:
 
     async def leave(self, incarnation: int) -> None:
         await trio.lowlevel.checkpoint()
-        if self._lives(incarnation):
+        if self._is_alive(incarnation):
             self._facts = None
 
     async def nodes(self, *, every: bool = False) -> tuple[NodeRow, ...]:
@@ -299,11 +315,11 @@ class SqliteLog:
             return ()
         return (
             NodeRow(
-                incarnation=self._places.incarnation,
+                incarnation=self._place_table.incarnation,
                 facts=self._facts,
                 state="alive",
-                sign=self._sign,
-                running=len(self._places.claims()),
+                sign=self._sign_count,
+                running=len(self._place_table.claims()),
                 serving=self._serving,
                 report=self._report,
             ),
@@ -315,24 +331,24 @@ class SqliteLog:
 
     # ── events and consumers ──────────────────────────────────────────────────
 
-    async def identity(self) -> str:
-        return _names(self.journal.id, await self._known_restores())[-1]
+    async def log_name(self) -> str:
+        return _log_names(self.journal.id, await self._known_restores())[-1]
 
     async def _known_restores(self) -> list[int]:
         if self._restores is None:
-            self._restores = await self.journal.query(_restores)
+            self._restores = await self.journal.query(_read_restores)
         return self._restores
 
     async def mark_restored(self) -> str:
-        await self.journal.commit(Entry(ROW_BYTES, _mark_restored))
+        await self.journal.commit(JournalEntry(ROW_BYTES, _mark_restored))
         self._restores = None
-        return await self.identity()
+        return await self.log_name()
 
     async def events(
         self,
         after: Cursor,
         *,
-        filters: Filters | None = None,
+        filters: EventFilters | None = None,
         encoder: TrajectoryEncoder | None = None,
         limit: int = 64,
     ) -> LogPage:
@@ -342,35 +358,35 @@ class SqliteLog:
             page = await self.journal.events(position, filters=filters, encoder=encoder, limit=limit)
             gap = _find_gap(self.journal.id, restores, after, last=page.last_seq, pruned=page.first_seq - 1)
             if gap is None or gap.position == position:
-                return LogPage(log=_names(self.journal.id, restores)[-1], page=page, gap=gap)
+                return LogPage(log=_log_names(self.journal.id, restores)[-1], page=page, gap=gap)
             position = gap.position
 
     @property
-    def standing(self) -> LogStanding:
+    def log_status(self) -> LogStatus:
         found = self.journal.progress
-        return LogStanding(
-            log=_names(self.journal.id, self._restores or [])[-1],
+        return LogStatus(
+            log=_log_names(self.journal.id, self._restores or [])[-1],
             position=found.last_seq,
             pruned=found.first_seq - 1,
             acknowledged=found.acknowledged_seq,
             consumers={name: each.seq for name, each in found.consumers.items()},
-            unacknowledged_bytes=found.about_bytes(found.behind(found.acknowledged_seq)),
+            unacknowledged_bytes=found.estimate_bytes(found.events_after(found.acknowledged_seq)),
             oldest_unacknowledged=found.oldest_unacknowledged,
         )
 
-    async def end(self) -> Cursor:
-        return Cursor(position=self.journal.last_seq, log=await self.identity())
+    async def last_cursor(self) -> Cursor:
+        return Cursor(position=self.journal.last_seq, log=await self.log_name())
 
-    async def position(self, consumer: str) -> Cursor:
-        return Cursor(position=await self.journal.position(consumer), log=await self.identity())
+    async def consumer_cursor(self, consumer: str) -> Cursor:
+        return Cursor(position=await self.journal.position(consumer), log=await self.log_name())
 
-    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+    async def ensure_consumer(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
         if consumer in self.journal.progress.consumers:
-            return await self.position(consumer)
+            return await self.consumer_cursor(consumer)
         return await self.acknowledge(consumer, begin, now=now)
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
-        wanted, name = cursor.position, await self.identity()
+        wanted, name = cursor.position, await self.log_name()
         if cursor.log not in ("", name):
             restores, found = await self._known_restores(), self.journal.progress
             gap = _find_gap(
@@ -380,20 +396,22 @@ class SqliteLog:
         position = await self.journal.acknowledge(consumer, wanted, now=now)
         return Cursor(position=position, log=name)
 
-    def attend(self, consumer: str, change: int) -> None:
-        self.journal.attend(consumer, change)
+    def track_stream(self, consumer: str, change: int) -> None:
+        self.journal.track_stream(consumer, change)
 
-    async def forget(self, consumer: str) -> bool:
-        return await self.journal.forget(consumer)
+    async def forget_consumer(self, consumer: str) -> bool:
+        return await self.journal.forget_consumer(consumer)
 
     async def consumers(self) -> tuple[Consumer, ...]:
-        await self.journal.flushed()
+        await self.journal.flush()
         return self.journal.consumers()
 
-    async def prune(self, retention: Retention, *, now: float, limit: int = 256) -> int:
+    async def prune(self, retention: RetentionLimits, *, now: float, limit: int = 256) -> int:
         before = self.journal.first_seq
-        apply = partial(_prune, kept=retention, now=now, limit=limit, present=self.journal.present)
-        await self.journal.commit(Entry(ROW_BYTES, apply))
+        apply = partial(
+            _prune_events, kept=retention, now=now, limit=limit, present=self.journal.connected_consumers
+        )
+        await self.journal.commit(JournalEntry(ROW_BYTES, apply))
         return self.journal.first_seq - before
 
     @property
@@ -414,55 +432,55 @@ class SqliteLog:
     ) -> None:
         value = body if isinstance(body, dict) else {"value": body}
         if shared:
-            self._shared.add(version)
-        self._added[version] = adapter_of(body)
-        self._tell_of_weights()
+            self._shared_versions.add(version)
+        self._adapter_by_version[version] = adapter_of(body)
+        self._announce_weights()
         await self.journal.commit(entries.weights_entry(version, value, now=at))
 
-    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
-        self._held.add(version)
+    async def add_weight_holder(self, version: str, incarnation: int, *, model: str = "") -> None:
+        self._held_versions.add(version)
         await trio.lowlevel.checkpoint()
 
-    async def serve_weights(self, version: str, *, model: str = "", holders: int = 1) -> bool:
-        if version not in self._added:  # by an earlier run
+    async def make_current(self, version: str, *, model: str = "", holders: int = 1) -> bool:
+        if version not in self._adapter_by_version:  # it may be of an earlier run
             row = await self.journal.weights_of(version)
             if row is None:
                 return False
-            self._added[version] = row.adapter
-        if version not in self._shared and version not in self._held:
+            self._adapter_by_version[version] = row.adapter
+        if version not in self._shared_versions and version not in self._held_versions:
             return False
-        self._current[self._added[version]] = version
-        self._tell_of_weights()
+        self._current[self._adapter_by_version[version]] = version
+        self._announce_weights()
         return True
 
     async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
         value = body if isinstance(body, dict) else {"value": body}
         if is_deleted(body) and self._current.get(adapter_of(body)) == version:
             del self._current[adapter_of(body)]
-        self._tell_of_weights()
+        self._announce_weights()
         await self.journal.commit(entries.weights_changed_entry(version, value))
 
-    async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
+    async def report_serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         self._serving = dict(versions)
-        self._tell_of_weights()
+        self._announce_weights()
         await trio.lowlevel.checkpoint()
 
     async def renew_certificate(self, incarnation: int, certificate: str) -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other node."""
 
     async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
-        """There is nobody to tell."""
+        """Do nothing: there is no other node."""
 
-    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+    async def read_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
         return None
 
     async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
-        """There is none."""
+        """Do nothing: there is no transfer."""
 
-    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
-        """There is nobody to tell."""
+    async def hold_generation(self, mode: PauseMode | None, *, model: str = "") -> None:
+        """Do nothing: there is no other node."""
 
-    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+    async def generation_hold(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
         return None
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
@@ -472,91 +490,91 @@ class SqliteLog:
 
     async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
         row = await self.journal.weights_of(version)
-        return None if row is None else self._weights(row)
+        return None if row is None else self._log_weights(row)
 
     async def weights(
         self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
     ) -> tuple[LogWeights, ...]:
         rows = await (self.journal.adapters() if adapters else self.journal.weights(1 if latest else limit))
-        if latest:  # what a node alone wrote down last is the current one
+        if latest:  # the version that a node alone recorded last is the current one
             newest: dict[str, WeightsRow] = {}
             for row in rows:
                 newest.setdefault(row.adapter, row)
             rows = tuple(newest.values())
-        return tuple(map(self._weights, rows[:limit]))
+        return tuple(map(self._log_weights, rows[:limit]))
 
     @property
     def weight_news(self) -> int:
         return self._weight_news
 
-    def _tell_of_weights(self) -> None:
+    def _announce_weights(self) -> None:
         self._weight_news += 1
-        self._news.tell()
+        self._news.announce()
 
-    def _weights(self, row: WeightsRow) -> LogWeights:
-        holds = row.version in self._held and self._facts is not None
+    def _log_weights(self, row: WeightsRow) -> LogWeights:
+        holds = row.version in self._held_versions and self._facts is not None
         return LogWeights(
             version=row.version,
             adapter=row.adapter,
             at=row.at,
             body=row.body,
-            shared=row.version in self._shared,
+            shared=row.version in self._shared_versions,
             current=self._current.get(row.adapter) == row.version,
-            counted=True,  # a node alone writes down what it serves
-            holders=(self._places.incarnation,) if holds else (),
+            counted=True,  # a node alone records only versions that it serves
+            holders=(self._place_table.incarnation,) if holds else (),
         )
 
     # ── callbacks ─────────────────────────────────────────────────────────────
 
     async def lease_callbacks(
-        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_URL_LIMITS
     ) -> tuple[LeasedCallback, ...]:
-        now, before = trio.current_time(), self._became
+        now, before = trio.current_time(), self._ends_written
         leased = [seq for seq, (until, _) in self._leases.items() if until > now]
         rows = await self.journal.query(
-            pending_callbacks.heads, limit, limit if each is None else each, rooms, leased
+            pending_callbacks.oldest_pending, limit, limit if each is None else each, rooms, leased
         )
         found: list[LeasedCallback] = []
         for seq, task_id, url, key in rows:
             until, lease = self._leases.get(seq, (now, 0))
-            if until <= now:  # no other call was faster
+            if until <= now:  # no other call has leased it meanwhile
                 self._leases[seq] = (now + seconds, lease + 1)
                 found.append(LeasedCallback(position=seq, key=key, task_id=task_id, url=url, lease=lease + 1))
-        if not rows and not (await self.callback_counts()).pending:
-            self.callbacks_pending = bool(self._becoming) or before != self._became
+        if not rows and not (await self.count_callbacks()).pending:
+            self.callbacks_pending = bool(self._ends_in_progress) or before != self._ends_written
         return tuple(found)
 
     @contextmanager
-    def _noted_callbacks(self, claim: Claim) -> Iterator[None]:
-        """Around the write of an end, whose events may be pending from some moment of it on."""
+    def _note_pending_callbacks(self, claim: Claim) -> Iterator[None]:
+        """Note that callbacks may be pending while the block writes the end of a session."""
         if claim.spec.callback_url is None:
             yield
             return
         self.callbacks_pending = True
-        self._becoming += 1
+        self._ends_in_progress += 1
         try:
             yield
         finally:
-            self._becoming -= 1
-            self._became += 1
+            self._ends_in_progress -= 1
+            self._ends_written += 1
 
-    async def callback_taken(self, callback: LeasedCallback) -> bool:
+    async def accept_callback(self, callback: LeasedCallback) -> bool:
         if self._leases.get(callback.position, (0.0, 0))[1] != callback.lease:
             return False
-        # nobody else leases it while its row is still there
+        # The lease has no end, so that nobody else leases the event while its row is still there.
         self._leases[callback.position] = (math.inf, callback.lease)
-        apply = partial(pending_callbacks.taken, seq=callback.position)
-        await self.journal.commit(Entry(ROW_BYTES, apply))
+        apply = partial(pending_callbacks.delete_callback, seq=callback.position)
+        await self.journal.commit(JournalEntry(ROW_BYTES, apply))
         self._leases.pop(callback.position, None)
         return True
 
-    async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
+    async def retry_callback(self, callback: LeasedCallback, *, after_s: float) -> None:
         await trio.lowlevel.checkpoint()
         if self._leases.get(callback.position, (0.0, 0))[1] == callback.lease:
             self._leases[callback.position] = (trio.current_time() + after_s, callback.lease)
 
-    async def callback_counts(self) -> CallbackCounts:
-        return await self.journal.query(pending_callbacks.counts)
+    async def count_callbacks(self) -> CallbackCounts:
+        return await self.journal.query(pending_callbacks.count_callbacks)
 
     # ── what the API asks ─────────────────────────────────────────────────────
 
@@ -590,8 +608,8 @@ class SqliteLog:
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         return await self.journal.earlier_attempts(place)
 
-    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
-        return await self.journal.places_over(task_id)
+    async def finished_places(self, task_id: str) -> tuple[SessionFacts, ...]:
+        return await self.journal.finished_places(task_id)
 
     async def finished_groups(
         self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
@@ -600,11 +618,11 @@ class SqliteLog:
 
     # ── evaluations ───────────────────────────────────────────────────────────
 
-    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
-        return await self.journal.query(entries.places_of, task_id, group_id)
+    async def placed_sessions(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        return await self.journal.query(entries.placed_sessions, task_id, group_id)
 
     async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
-        return await self.journal.query(entries.standing, session_ids)
+        return await self.journal.query(entries.session_ends, session_ids)
 
     async def submit_evaluation(
         self,
@@ -629,11 +647,11 @@ class SqliteLog:
         assert found is not None
         return found
 
-    async def reward(self, given: RewardEvent) -> bool:
+    async def write_reward(self, given: RewardEvent) -> bool:
         key = (given.evaluation_id, given.session_id)
         before = await self.journal.query(_reward_number, *key)
         await self.journal.commit(entries.reward_entry(given))
-        self._news.tell()
+        self._news.announce()
         return before is None and await self.journal.query(_reward_number, *key) is not None
 
     async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:
@@ -651,23 +669,25 @@ class SqliteLog:
 # ── entries and reads ─────────────────────────────────────────────────────────
 
 
-def end_entry(ended: Ended) -> Entry:
-    """A session is over: its event, and with its task's last session also the group's and the task's. Only
-    the first end of a session is kept.
+def end_entry(ended: EndedSession) -> JournalEntry:
+    """Write the event of a session that is over, and with its task's last session also the group's and the
+    task's. Only the first end of a session is kept.
     """
-    return _entry(ended, partial(entries.publish_session, it=_published(ended)))
+    return _entry_with_session(ended, partial(entries.publish_session, it=_published_session(ended)))
 
 
-def attempt_entry(ended: Ended, successor: str, begin: Callable[[Connection], None]) -> Entry:
-    """A session lost its place to `successor`, whose row `begin` writes. They are one entry, so that a crash
-    of the node cannot separate them.
+def attempt_entry(ended: EndedSession, successor: str, begin: Callable[[Connection], None]) -> JournalEntry:
+    """Write the event of a session that lost its place to `successor`, whose row `begin` writes. Both are one
+    entry, so that a crash of the node cannot separate them.
     """
-    return _entry(ended, partial(entries.replace_session, it=_published(ended, successor), begin=begin))
+    return _entry_with_session(
+        ended, partial(entries.replace_session, it=_published_session(ended, successor), begin=begin)
+    )
 
 
-def _entry(ended: Ended, apply: Callable[[Connection], None]) -> Entry:
-    """`apply` after what `ended` carries and the journal may lack: the identity of a session that never began
-    here, and turns of one that ran elsewhere.
+def _entry_with_session(ended: EndedSession, apply: Callable[[Connection], None]) -> JournalEntry:
+    """An entry that first writes what `ended` carries and the journal may lack, and then calls `apply`. It
+    may lack the identity of a session that never began here, and the turns of one that ran elsewhere.
     """
 
     def write(db: Connection) -> None:
@@ -680,16 +700,16 @@ def _entry(ended: Ended, apply: Callable[[Connection], None]) -> Entry:
             entries.start_session(db, identity=ended.identity, body=body)
         apply(db)
 
-    return Entry(2 * ROW_BYTES + ended.size, write)
+    return JournalEntry(2 * ROW_BYTES + ended.size, write)
 
 
 def _known_task(db: Connection, task_id: str, idempotency_key: str | None) -> TaskRecord | None:
-    """The task of this key, or else of this id."""
+    """The task with this key, or else with this id."""
     of_key = None if idempotency_key is None else queries.task_of_key(db, idempotency_key)
     return of_key or queries.task(db, task_id)
 
 
-def _published(ended: Ended, retried_as: str | None = None) -> PublishedSession:
+def _published_session(ended: EndedSession, retried_as: str | None = None) -> PublishedSession:
     identity = ended.identity
     return PublishedSession(
         session_id=identity.session_id,
@@ -708,34 +728,35 @@ def _published(ended: Ended, retried_as: str | None = None) -> PublishedSession:
 
 
 def _forget_and_begin(db: Connection, *, session_id: str, begin: Any) -> None:
-    """Delete a session that left nothing, and begin the one that has its place now."""
+    """Delete a session that left no trajectory, and begin the one that has its place now."""
     db.execute("DELETE FROM turns WHERE session_id = ?", (session_id,))
     db.execute("DELETE FROM sessions WHERE session_id = ? AND outcome IS NULL", (session_id,))
     begin(db)
 
 
 def _unfinished_tasks(db: Connection) -> list[dict[str, Any]]:
-    """The tasks of an earlier run of the process that have places which are not over, oldest first, as
-    `PlaceTable.inherit` takes them.
+    """The tasks of earlier runs of the process with places that are not over, oldest first, in the form that
+    `PlaceTable.add_unfinished` takes.
     """
     open_places = (
         "SELECT DISTINCT task_id FROM sessions WHERE outcome IS NULL AND retried_as IS NULL"
         " AND life < (SELECT value FROM meta WHERE name = 'life')"
     )
     found: list[dict[str, Any]] = []
-    with snapshot(db):
+    with read_snapshot(db):
         ids = db.execute(f"SELECT task_id FROM tasks WHERE task_id IN ({open_places}) ORDER BY number")
         for (task_id,) in ids.fetchall():
             record = queries.recorded_task(db, task_id)
-            facts = queries.places_over(db, task_id)
+            facts = queries.finished_places(db, task_id)
             began = {
                 session_id
                 for (session_id,) in db.execute(
                     "SELECT session_id FROM sessions WHERE task_id = ? AND identity IS NOT NULL", (task_id,)
                 )
             }
-            # nobody comes back to take the places of captures: those who opened them lost their sessions
-            lost = record.spec.harness.name == CAPTURE
+            # Nobody comes back to take the places of captures, because those who opened them lost their
+            # sessions. So they count as begun.
+            lost = record.spec.harness.name == CAPTURE_HARNESS
             sessions = {
                 each.sample_index: (each.session_id, each.attempt, lost or each.session_id in began)
                 for each in record.sessions
@@ -747,7 +768,7 @@ def _unfinished_tasks(db: Connection) -> list[dict[str, Any]]:
                 "idempotency_key": record.idempotency_key,
                 "submitted": record.submitted,
                 "sessions": sessions,
-                "usable": sum(member_of(record.spec.group, each).usable for each in facts),
+                "usable": sum(make_member(record.spec.group, each).usable for each in facts),
                 "cancelled": record.cancelled is not None,
                 "readable": record.damaged is None,
             }
@@ -763,48 +784,54 @@ def _reward_number(db: Connection, evaluation_id: str, session_id: str) -> int |
     return None if row is None else row[0]
 
 
-# Each restore is a row of `meta` whose value is the last event there was then.
-RESTORED: Final = "restored:"
+# The prefix of rows of `meta`: each restore has one, whose value is the last event that there was then.
+RESTORED_PREFIX: Final = "restored:"
 
 
-def _restores(db: Connection) -> list[int]:
-    """After which event the journal was restored, for each time, the first first."""
-    rows = db.execute("SELECT name, value FROM meta WHERE name GLOB ?", (RESTORED + "*",)).fetchall()
-    found = {int(name.removeprefix(RESTORED)): int(value) for name, value in rows}
+def _read_restores(db: Connection) -> list[int]:
+    """The last event at each time that the journal was restored, the first time first."""
+    rows = db.execute("SELECT name, value FROM meta WHERE name GLOB ?", (RESTORED_PREFIX + "*",)).fetchall()
+    found = {int(name.removeprefix(RESTORED_PREFIX)): int(value) for name, value in rows}
     return [found[number] for number in sorted(found)]
 
 
-def _names(journal: str, restores: Sequence[int]) -> list[str]:
-    """What the journal was called, the name of today last."""
+def _log_names(journal: str, restores: Sequence[int]) -> list[str]:
+    """The names that the log of the journal has had, the current one last."""
     return [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
 
 
-def _last(db: Connection) -> int:
+def _last_event(db: Connection) -> int:
     row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'events'").fetchone()
     return 0 if row is None else int(row[0])
 
 
 def journal_names(db: Connection, journal: str) -> tuple[int, list[tuple[str, int]]]:
-    """The journal's last event, and the names that it had, each with the event after which it had it."""
-    restores = _restores(db)
+    """The journal's last event, and the names that its log has had, each with the event after which it
+    began.
+    """
+    restores = _read_restores(db)
     names = [journal, *(f"{journal}-{number}" for number in range(1, len(restores) + 1))]
-    return _last(db), list(zip(names, [0, *restores], strict=True))
+    return _last_event(db), list(zip(names, [0, *restores], strict=True))
 
 
 def _mark_restored(db: Connection) -> None:
-    db.execute("INSERT INTO meta VALUES (?, ?)", (f"{RESTORED}{len(_restores(db)) + 1}", _last(db)))
+    db.execute(
+        "INSERT INTO meta VALUES (?, ?)", (f"{RESTORED_PREFIX}{len(_read_restores(db)) + 1}", _last_event(db))
+    )
 
 
 def _find_gap(
     journal: str, restores: Sequence[int], asked: Cursor, *, last: int, pruned: int
 ) -> LogGap | None:
-    names = _names(journal, restores)
+    names = _log_names(journal, restores)
     known = asked.log in names
     lost_after = min(restores[names.index(asked.log) :], default=None) if known else None
-    return gap_of(asked, log=names[-1], last=last, pruned=pruned, known=known, lost_after=lost_after)
+    return compute_gap(asked, log=names[-1], last=last, pruned=pruned, known=known, lost_after=lost_after)
 
 
-def _prune(db: Connection, *, kept: Retention, now: float, limit: int, present: frozenset[str]) -> None:
-    waiting = AwaitedConsumers(since=now - kept.silence_s, present=present)
-    acknowledged = retention.acknowledged_seq(retention.positions(db), waiting)
-    retention.prune(db, kept, Moment(now=now, acknowledged=acknowledged, came=limit // 3))
+def _prune_events(
+    db: Connection, *, kept: RetentionLimits, now: float, limit: int, present: frozenset[str]
+) -> None:
+    waiting = AwaitedConsumers(since=now - kept.silence_s, connected=present)
+    acknowledged = retention.acknowledged_seq(retention.read_positions(db), waiting)
+    retention.prune(db, kept, PruneInputs(now=now, acknowledged=acknowledged, new_entries=limit // 3))

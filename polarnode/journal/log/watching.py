@@ -1,9 +1,9 @@
-"""Which nodes have been silent for too long, by the clock of whoever watches them.
+"""Which nodes have been silent for too long, by the clock of the node that watches them.
 
-Pure: the caller gives the time of its own monotonic clock. Silence counts only while the watcher itself
-read, one read soon after another. A pause between two reads means that the watcher was stopped or that the
-log was away, and in that time the others may have been unable to give a sign: everything is watched again
-from that read on.
+This module is pure: the caller gives the time of its own monotonic clock. Silence counts only while the
+watcher itself reads at short intervals. A pause between two reads means that the watcher was stopped or that
+the log was away. In that time the others may have been unable to give a sign, so all are watched anew from
+that read on.
 """
 
 from collections.abc import Mapping
@@ -11,40 +11,43 @@ from typing import Final
 
 from attrs import define, field
 
-LEASE_S: Final = (
-    4.0  # without a sign: a node signs each second, and three in a row may be late on a busy disk
+SIGN_LEASE_S: Final = (
+    4.0  # without a sign: a node gives one each second, and three in a row may be late on a busy disk
 )
-# between two reads: a watcher reads each second; after a longer pause it does not know what happened
-# meanwhile
-PAUSE_S: Final = 2.5
+# Longest pause between two reads. A watcher reads each second; after a longer pause it does not know what
+# happened meanwhile.
+MAX_READ_PAUSE_S: Final = 2.5
 
 
 @define(eq=False)
 class SilenceWatch:
     """A watcher's own view of the signs of others."""
 
-    lease_s: float = LEASE_S
-    pause_s: float = PAUSE_S
-    _seen: dict[int, tuple[int, float]] = field(factory=dict, init=False)  # the sign, and since when
-    _read: float | None = field(default=None, init=False)
+    lease_s: float = SIGN_LEASE_S
+    pause_s: float = MAX_READ_PAUSE_S
+    _signs_since: dict[int, tuple[int, float]] = field(factory=dict, init=False)  # the sign, and since when
+    _last_read: float | None = field(default=None, init=False)
 
-    def read(self, signs: Mapping[int, int], *, asked: float, now: float) -> tuple[tuple[int, int], ...]:
-        """Note what was read: the read began at `asked` and its answer is here at `now`. Gives the
-        incarnations, with the sign each had, that were silent for longer than the lease.
+    def find_silent(
+        self, signs: Mapping[int, int], *, asked: float, now: float
+    ) -> tuple[tuple[int, int], ...]:
+        """Note the signs that were read. The read began at `asked`, and its answer came at `now`. Returns the
+        incarnations that were silent for longer than the lease, each with its last sign.
         """
-        paused = self._read is None or now - self._read > self.pause_s
-        self._read = now
-        before = {} if paused else self._seen
-        # a sign that is seen first in this read may be as young as the read: its silence begins when it ends
-        self._seen = {
+        paused = self._last_read is None or now - self._last_read > self.pause_s
+        self._last_read = now
+        before = {} if paused else self._signs_since
+        # A sign that this read sees first may be as young as the read, so its silence begins at the read's
+        # end.
+        self._signs_since = {
             incarnation: before[incarnation]
             if incarnation in before and before[incarnation][0] == sign
             else (sign, now)
             for incarnation, sign in signs.items()
         }
-        # an answer that was long under way says how things stood when it was asked for, at the latest
+        # An answer that took long may be as old as its question, so silence counts only up to `asked`.
         return tuple(
             (incarnation, sign)
-            for incarnation, (sign, since) in self._seen.items()
+            for incarnation, (sign, since) in self._signs_since.items()
             if asked - since > self.lease_s
         )

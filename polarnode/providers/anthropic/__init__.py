@@ -14,11 +14,11 @@ from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
 from polarnode.providers.anthropic import write
 from polarnode.providers.anthropic.read import read
 from polarnode.providers.contract import (
-    Envelope,
     Fault,
     Memory,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -30,7 +30,7 @@ class Anthropic:
 
     name: str = "anthropic"
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         return read(
             body,
             headers=envelope.headers,

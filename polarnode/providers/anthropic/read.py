@@ -58,22 +58,22 @@ from polarnode.providers.anthropic.shapes import (
     UserBlock,
     UserMessage,
 )
-from polarnode.providers.anthropic.write import inward
-from polarnode.providers.read_parts import ReadParts
+from polarnode.providers.anthropic.write import to_node_id
+from polarnode.providers.read_parts import PartsCache
 from polarnode.providers.shapes import (
-    as_unseen,
     compact,
-    not_text,
+    join_answers,
+    non_text_error,
     paragraphs,
     read_body,
+    replace_media,
     unseen,
-    whole_answers,
 )
-from polarnode.providers.volatile import without_lines, without_volatile
+from polarnode.providers.volatile import without_billing_line, without_volatile
 
 # ── blocks ────────────────────────────────────────────────────────────
 
-NO_TOOLS: Final[Mapping[str, str]] = MappingProxyType({})
+NO_DESCRIPTIONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 def describe_tool(tool: Tool) -> str:
@@ -90,7 +90,7 @@ def describe_tool(tool: Tool) -> str:
     )
 
 
-def textual(block: TextualBlock) -> str:
+def block_text(block: TextualBlock) -> str:
     """The text of a block. A document or a search result has its title before it."""
     match block:
         case TextBlock():
@@ -98,7 +98,7 @@ def textual(block: TextualBlock) -> str:
         case SearchResultBlock():
             return paragraphs((block.title, block.source, *(part.text for part in block.content)))
         case DocumentBlock():
-            return _document(block, told)
+            return _document_text(block, told)
         case _:
             assert_never(block)
 
@@ -106,25 +106,25 @@ def textual(block: TextualBlock) -> str:
 def result_text(content: ResultContent, later: Mapping[str, str]) -> str:
     """A tool's result as text."""
     if content is None or isinstance(content, str):
-        return as_unseen(content or "")
-    return paragraphs(_result_part(part, later) for part in content)
+        return replace_media(content or "")
+    return paragraphs(_result_part_text(part, later) for part in content)
 
 
-def _result_part(part: ResultPart, later: Mapping[str, str]) -> str:
+def _result_part_text(part: ResultPart, later: Mapping[str, str]) -> str:
     match part:
         case DocumentBlock():
-            return _document(part, described)
+            return _document_text(part, described)
         case TextBlock(text=text):
-            return as_unseen(text)
+            return replace_media(text)
         case UnseenBlock(type=kind):
             return unseen(kind)
         case ToolReferenceBlock(tool_name=name):
             return paragraphs((f"Tool loaded: {name}", later.get(name, "")))
         case _:
-            return textual(part)
+            return block_text(part)
 
 
-def _document(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str]) -> str:
+def _document_text(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str]) -> str:
     """A document with its title before it. `shown` returns the text for each of its parts: it gets a text
     block, or None and the kind of a part that is not text.
     """
@@ -144,13 +144,13 @@ def _document(block: DocumentBlock, shown: Callable[[TextBlock | None, str], str
 def told(text: TextBlock | None, kind: str) -> str:
     """The text of a part of a user's message. Raises Refused for a part that is not text."""
     if text is None:
-        raise not_text(kind)
+        raise non_text_error(kind)
     return text.text
 
 
 def described(text: TextBlock | None, kind: str) -> str:
     """The text of a part of a tool's result, or of a part beside one. Media are replaced by a placeholder."""
-    return unseen(kind) if text is None else as_unseen(text.text)
+    return unseen(kind) if text is None else replace_media(text.text)
 
 
 # ── messages ────────────────────────────────────────────────────────────
@@ -159,26 +159,26 @@ def described(text: TextBlock | None, kind: str) -> str:
 def messages(
     system: SystemContent,
     shapes: Iterable[MessageShape],
-    later: Mapping[str, str] = NO_TOOLS,
-    parts: ReadParts | None = None,
+    later: Mapping[str, str] = NO_DESCRIPTIONS,
+    parts: PartsCache | None = None,
 ) -> tuple[Message, ...]:
     """The whole conversation, the system prompt first if there is one. `later` maps deferred tools to their
     descriptions, which are shown where a result refers to the tool. `parts` caches the parts of the session's
     earlier requests.
     """
-    head = paragraphs(without_lines(text) for text in _texts(system))
+    head = paragraphs(without_billing_line(text) for text in _texts(system))
     found = (Message(role="system", text=head),) if head else ()
     each = (
         (tuple(_message(shape, later)) for shape in shapes)
         if later
-        else (parts or ReadParts()).convert(shapes, _alone)
+        else (parts or PartsCache()).convert(shapes, _alone)
     )
-    return tuple(whole_answers(chain(found, *each)))
+    return tuple(join_answers(chain(found, *each)))
 
 
 def volatile(system: SystemContent) -> bool:
     """Whether the system prompt has a line that is removed."""
-    return any(without_lines(text) != text for text in _texts(system))
+    return any(without_billing_line(text) != text for text in _texts(system))
 
 
 def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
@@ -200,9 +200,9 @@ def referenced(shapes: Iterable[MessageShape]) -> frozenset[str]:
     )
 
 
-def foreign(shapes: Iterable[MessageShape], parts: ReadParts | None = None) -> Iterator[str]:
+def foreign(shapes: Iterable[MessageShape], parts: PartsCache | None = None) -> Iterator[str]:
     """The paths of blocks that the own tools of another server left."""
-    for place, found in enumerate((parts or ReadParts()).convert(shapes, _foreign_blocks)):
+    for place, found in enumerate((parts or PartsCache()).convert(shapes, _foreign_blocks)):
         for index in found:
             yield f"$.messages[{place}].content[{index}]"
 
@@ -214,7 +214,7 @@ def _foreign_blocks(shape: MessageShape) -> tuple[int, ...]:
 
 def _alone(shape: MessageShape) -> tuple[Message, ...]:
     """The messages of a shape in a request without deferred tools."""
-    return tuple(_message(shape, NO_TOOLS))
+    return tuple(_message(shape, NO_DESCRIPTIONS))
 
 
 def _message(shape: MessageShape, later: Mapping[str, str]) -> Iterator[Message]:
@@ -224,7 +224,7 @@ def _message(shape: MessageShape, later: Mapping[str, str]) -> Iterator[Message]
         case UserMessage():
             yield from _user(shape.content, later)
         case AssistantMessage():
-            yield _assistant(
+            yield _assistant_message(
                 (TextBlock("text", shape.content),) if isinstance(shape.content, str) else shape.content or ()
             )
         case _:
@@ -252,29 +252,29 @@ def _user(content: str | tuple[UserBlock, ...] | None, later: Mapping[str, str])
     for block in content or ():
         match block:
             case TextBlock() | SearchResultBlock():
-                texts.append(textual(block))
+                texts.append(block_text(block))
             case DocumentBlock():
-                texts.append(_document(block, shown))
+                texts.append(_document_text(block, shown))
             case UnseenBlock():
                 texts.append(shown(None, block.type))
             case ToolReferenceBlock():
                 texts.append(result_text((block,), later))
             case ToolResultBlock():
-                yield from _flushed(texts)
+                yield from _pending_user_message(texts)
                 texts = []
                 yield Message(
                     role="tool",
                     text=result_text(block.content, later),
-                    call_id=inward(block.tool_use_id or "") or None,
+                    call_id=to_node_id(block.tool_use_id or "") or None,
                 )
             case ServerBlock():
                 pass  # These blocks are reported among the unused paths.
             case _:
                 assert_never(block)
-    yield from _flushed(texts)
+    yield from _pending_user_message(texts)
 
 
-def _flushed(texts: list[str]) -> Iterator[Message]:
+def _pending_user_message(texts: list[str]) -> Iterator[Message]:
     if texts:
         yield Message(role="user", text=paragraphs(texts))
 
@@ -282,7 +282,7 @@ def _flushed(texts: list[str]) -> Iterator[Message]:
 # ── assistant: this node's own answer, echoed ──────────────────────────────────────
 
 
-def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
+def _assistant_message(blocks: tuple[AssistantBlock, ...]) -> Message:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -300,7 +300,7 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
                 calls.append(_call(block))
                 refs.append(calls[-1].id)
             case NotTextBlock():
-                raise not_text(block.type)
+                raise non_text_error(block.type)
             case ServerBlock():
                 pass  # These blocks are reported among the unused paths.
             case _:
@@ -318,7 +318,7 @@ def _assistant(blocks: tuple[AssistantBlock, ...]) -> Message:
 def _call(block: ToolUseBlock) -> ToolCall:
     arguments = {} if block.input is None else block.input
     return ToolCall(
-        id=inward(block.id or ""),
+        id=to_node_id(block.id or ""),
         name=block.name,
         arguments=arguments if isinstance(arguments, str) else compact(arguments),
     )
@@ -339,12 +339,12 @@ def read(
     headers: Mapping[str, str],
     model: str | None,
     counting: bool,
-    parts: ReadParts | None = None,
+    parts: PartsCache | None = None,
 ) -> ModelRequest:
     """Read a Messages body, or the body of a count_tokens request (`counting`). Raises Refused with the path
     of the field.
     """
-    parts = parts or ReadParts()
+    parts = parts or PartsCache()
     request, unknown = read_body(body, MessagesRequest, parts)
     if request.max_tokens is None and not counting:
         raise Refused("max_tokens is missing: it is required", path="$.max_tokens")
@@ -367,11 +367,11 @@ def read(
         sampling=_sampling(request),
         stream=bool(request.stream),
         hints=_hints(headers),
-        constraint=_constraint(request),
+        constraint=_read_constraint(request),
         one_call=bool(request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         ignored=(*unknown, *unread, *(("$.messages[-1]",) if dropped else ())),
-        notes=tuple(_remarks(request, others)),
-        extras=_extras(request),
+        notes=tuple(_request_notes(request, others)),
+        extras=_writer_extras(request),
     )
 
 
@@ -389,7 +389,7 @@ class _Listed:
     ignored: tuple[str, ...] = field(factory=tuple)
 
 
-def _tools(request: MessagesRequest, parts: ReadParts) -> _Listed:
+def _tools(request: MessagesRequest, parts: PartsCache) -> _Listed:
     """Read the tools. A deferred tool is never in the list at the head, loaded or not, because that list
     would change in the middle of a conversation.
     """
@@ -406,14 +406,14 @@ def _listed(shapes: tuple[ToolShape, ...], loaded: frozenset[str] = frozenset())
     ignored: list[str] = []
     for index, shape in enumerate(shapes):
         path = f"$.tools[{index}]"
-        if _hosted(shape) or (shape.defer_loading and shape.name not in loaded):
+        if _is_hosted(shape) or (shape.defer_loading and shape.name not in loaded):
             ignored.append(path)
         else:
             (later if shape.defer_loading else tools).append(_tool(shape, path))
     return _Listed(tools=tuple(tools), later=tuple(later), ignored=tuple(ignored))
 
 
-def _hosted(shape: ToolShape) -> bool:
+def _is_hosted(shape: ToolShape) -> bool:
     return shape.type not in (None, "custom") and shape.input_schema is None
 
 
@@ -461,7 +461,7 @@ def _sampling(request: MessagesRequest) -> Sampling:
     )
 
 
-def _constraint(request: MessagesRequest) -> Constraint | None:
+def _read_constraint(request: MessagesRequest) -> Constraint | None:
     shape: FormatShape | None = request.output_config.format if request.output_config else None
     path = "$.output_format.schema" if shape is None else "$.output_config.format.schema"
     shape = shape or request.output_format
@@ -478,14 +478,14 @@ def _unused(request: MessagesRequest) -> Iterator[str]:
         yield "$.system"
 
 
-def _remarks(request: MessagesRequest, others: tuple[str, ...]) -> Iterator[str]:
+def _request_notes(request: MessagesRequest, others: tuple[str, ...]) -> Iterator[str]:
     if request.mcp_servers:
         yield "mcp_servers were given: this node connects to none, so the model does not see their tools"
     if others:
         yield "the history holds tools that another server ran: their blocks are left out"
 
 
-def _extras(request: MessagesRequest) -> dict[str, Json]:
+def _writer_extras(request: MessagesRequest) -> dict[str, Json]:
     """Whether the client wants only the signatures of thinking and not its text."""
     return (
         {"thinking": "omitted"}

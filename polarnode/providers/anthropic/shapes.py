@@ -16,9 +16,9 @@ from polarnode.providers.shapes import (
     above_zero,
     at_least,
     no_empty_strings,
-    not_text,
+    non_text_error,
+    refuse_non_text,
     some,
-    text_only,
     within,
 )
 
@@ -31,7 +31,7 @@ class TextBlock:
 
 @frozen
 class NotTextBlock:
-    type: Literal["image", "container_upload"] = field(validator=text_only)
+    type: Literal["image", "container_upload"] = field(validator=refuse_non_text)
 
 
 @frozen
@@ -166,20 +166,20 @@ class UserMessage:
         if any(isinstance(block, ToolResultBlock) for block in blocks):
             return
         for index, block in enumerate(blocks):
-            _check_seen(block, f"$.content[{index}]")
+            _check_text_only(block, f"$.content[{index}]")
 
 
-def _check_seen(block: UserBlock, path: str) -> None:
+def _check_text_only(block: UserBlock, path: str) -> None:
     """Raise Refused, with its path, for a block that the model cannot see."""
     if isinstance(block, UnseenBlock):
-        raise Refused(str(not_text(block.type)), path=path)
+        raise Refused(str(non_text_error(block.type)), path=path)
     source = block.source if isinstance(block, DocumentBlock) else None
     if isinstance(source, UnseenSource):
         sentence = f"this model reads text only: send the document as text, not as {source.type}"
         raise Refused(sentence, path=f"{path}.source.type")
     if isinstance(source, ContentSource) and isinstance(source.content, tuple):
         for index, part in enumerate(source.content):
-            _check_seen(part, f"{path}.source.content[{index}]")
+            _check_text_only(part, f"{path}.source.content[{index}]")
 
 
 @frozen
@@ -234,7 +234,7 @@ class ThinkingConfigShape:
     display: str | None = None
 
 
-def _known_format(_: object, __: object, value: str) -> None:
+def _check_format(_: object, __: object, value: str) -> None:
     if value != "json_schema":
         raise Refused(f"format {value!r} is not served: use 'json_schema'", path="$.type")
 
@@ -242,7 +242,7 @@ def _known_format(_: object, __: object, value: str) -> None:
 @frozen
 class FormatShape:
     schema: dict[str, Json]
-    type: str = field(validator=_known_format)
+    type: str = field(validator=_check_format)
 
 
 @frozen

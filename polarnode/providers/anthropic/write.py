@@ -36,28 +36,32 @@ from polarnode.providers.contract import (
     Fault,
     FaultKind,
     FaultRow,
-    LastWords,
+    FinalBytes,
     ModelCallInfo,
     Reply,
     error_reply,
     event,
 )
-from polarnode.providers.shapes import strict_json
+from polarnode.providers.shapes import parse_strict_json
 
 # ── ids ────────────────────────────────────────────────────────────
 
 _OURS = "call_"
-_THEIRS = "toolu_"
+_API_ID_PREFIX = "toolu_"
 
 
-def outward(call_id: str) -> str:
+def to_api_id(call_id: str) -> str:
     """The id in this API's format."""
-    return _THEIRS + call_id.removeprefix(_OURS) if call_id.startswith(_OURS) else call_id
+    return _API_ID_PREFIX + call_id.removeprefix(_OURS) if call_id.startswith(_OURS) else call_id
 
 
-def inward(tool_use_id: str) -> str:
+def to_node_id(tool_use_id: str) -> str:
     """The id as this node made it."""
-    return _OURS + tool_use_id.removeprefix(_THEIRS) if tool_use_id.startswith(_THEIRS) else tool_use_id
+    return (
+        _OURS + tool_use_id.removeprefix(_API_ID_PREFIX)
+        if tool_use_id.startswith(_API_ID_PREFIX)
+        else tool_use_id
+    )
 
 
 # ── errors ────────────────────────────────────────────────────────────
@@ -146,7 +150,7 @@ def arguments_json(arguments: str) -> Json:
     error to the model.
     """
     try:
-        strict_json(arguments or "{}")
+        parse_strict_json(arguments or "{}")
     except (ValueError, RecursionError):
         return arguments
     return cast(Json, orjson.Fragment(arguments or "{}"))
@@ -172,7 +176,7 @@ def block_json(part: Part, call: ModelCallInfo) -> Json:
         case ToolCall():
             return {
                 "type": "tool_use",
-                "id": outward(part.id),
+                "id": to_api_id(part.id),
                 "name": part.name,
                 "input": arguments_json(part.arguments),
             }
@@ -220,15 +224,17 @@ class MessageStream:
             case TextDelta(text):
                 self.shown = self.shown or bool(text)
                 return (
-                    self._begun() + self._in_block("text") + self._delta({"type": "text_delta", "text": text})
+                    self._begun()
+                    + self._enter_block("text")
+                    + self._write_block_delta({"type": "text_delta", "text": text})
                     if text
                     else b""
                 )
             case ThinkingDelta(text):
-                return self._begun() + self._in_block("thinking") + self._thought(text) if text else b""
+                return self._begun() + self._enter_block("thinking") + self._thought(text) if text else b""
             case ToolCall():
                 self.shown = True
-                return self._begun() + self._close() + self._tool_use(delta)
+                return self._begun() + self._close() + self._write_tool_use(delta)
             case _:
                 assert_never(delta)
 
@@ -245,7 +251,7 @@ class MessageStream:
             + _event("message_stop")
         )
 
-    def failed(self, fault: Fault) -> bytes | LastWords | None:
+    def failed(self, fault: Fault) -> bytes | FinalBytes | None:
         """Break the connection as long as nothing is shown: Claude Code then repeats the request, streamed.
         Later it would keep the partial text and add a message about it, so it gets an `error` event, on which
         it drops the partial text and repeats the request without streaming. A refusal is always reported by
@@ -253,14 +259,14 @@ class MessageStream:
         """
         report = event(error_body(fault), name="error")
         if fault.kind == "bad_request":
-            return LastWords(report)
+            return FinalBytes(report)
         return report if self.shown else None
 
     def _begun(self) -> bytes:
         # This is empty if `start` was called, as usual.
         return self.start(prompt_tokens=0, cached_tokens=0)
 
-    def _in_block(self, kind: Literal["text", "thinking"]) -> bytes:
+    def _enter_block(self, kind: Literal["text", "thinking"]) -> bytes:
         if self.open == kind:
             return b""
         closed, self.open = self._close(), kind
@@ -275,26 +281,30 @@ class MessageStream:
         if self.open is None:
             return b""
         signed = (
-            self._delta({"type": "signature_delta", "signature": self.call.signature})
+            self._write_block_delta({"type": "signature_delta", "signature": self.call.signature})
             if self.open == "thinking"
             else b""
         )
         self.open = None
         return signed + self._stop_block()
 
-    def _tool_use(self, call: ToolCall) -> bytes:
-        empty: Json = {"type": "tool_use", "id": outward(call.id), "name": call.name, "input": {}}
+    def _write_tool_use(self, call: ToolCall) -> bytes:
+        empty: Json = {"type": "tool_use", "id": to_api_id(call.id), "name": call.name, "input": {}}
         started = _event("content_block_start", index=self.index, content_block=empty)
         return (
             started
-            + self._delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"})
+            + self._write_block_delta({"type": "input_json_delta", "partial_json": call.arguments or "{}"})
             + self._stop_block()
         )
 
     def _thought(self, text: str) -> bytes:
-        return self._delta({"type": "thinking_delta", "thinking": text}) if shows_thinking(self.call) else b""
+        return (
+            self._write_block_delta({"type": "thinking_delta", "thinking": text})
+            if shows_thinking(self.call)
+            else b""
+        )
 
-    def _delta(self, delta: Json) -> bytes:
+    def _write_block_delta(self, delta: Json) -> bytes:
         return _event("content_block_delta", index=self.index, delta=delta)
 
     def _stop_block(self) -> bytes:

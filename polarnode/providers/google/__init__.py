@@ -10,11 +10,11 @@ from attrs import frozen
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, Json, ModelRequest, Usage
 from polarnode.providers.contract import (
-    Envelope,
     Fault,
     Memory,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -28,7 +28,7 @@ class Google:
 
     name: str = "google"
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         return read(body, envelope)
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:

@@ -35,7 +35,7 @@ from polarnode.core.conversation import (
     ToolCall,
 )
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import JSON_TYPE, Envelope
+from polarnode.providers.contract import JSON_TYPE, RequestEnvelope
 from polarnode.providers.google import shapes
 from polarnode.providers.google.shapes import (
     CodeExecutionResult,
@@ -56,16 +56,16 @@ from polarnode.providers.google.shapes import (
     parts,
     respelled,
 )
-from polarnode.providers.google.write import inward, of_signature
-from polarnode.providers.read_parts import ReadParts, is_list_of_objects
+from polarnode.providers.google.write import signature_call_id, to_node_id
+from polarnode.providers.read_parts import PartsCache, is_list_of_objects
 from polarnode.providers.shapes import (
     compact,
-    json_as_unseen,
-    not_text,
+    join_answers,
+    non_text_error,
     paragraphs,
     read_value,
+    replace_json_media,
     unseen,
-    whole_answers,
 )
 from polarnode.providers.volatile import without_volatile
 
@@ -83,12 +83,12 @@ _ROLES = {
 }
 # Google's rule for a result is to show the whole object, unless its output is under one of these names. The
 # automatic calling of Google's SDKs writes `result`.
-_OUTPUTS = ("output", "result")
+_OUTPUT_NAMES = ("output", "result")
 
-RAN_CODE = "code that Google's servers ran is shown as text: nothing runs it here"
+RAN_CODE_NOTE = "code that Google's servers ran is shown as text: nothing runs it here"
 
 
-def messages(system: Content | str | None, drafts: Iterable["Draft"]) -> tuple[Message, ...]:
+def messages(system: Content | str | None, drafts: Iterable["ContentDraft"]) -> tuple[Message, ...]:
     """The whole conversation: the system instruction first, if there is one."""
     head = (
         system
@@ -97,18 +97,18 @@ def messages(system: Content | str | None, drafts: Iterable["Draft"]) -> tuple[M
         if system is not None
         else ""
     )
-    reader = _Reader([Message(role="system", text=head)] if head else [])
+    reader = _DraftReader([Message(role="system", text=head)] if head else [])
     for index, draft in enumerate(drafts):
         try:
             reader.read(draft)
         except Refused as error:
             where = f"$.contents[{index}]"
             raise Refused(str(error), path=where + (error.path or "$")[1:]) from None
-    return tuple(whole_answers(reader.found))
+    return tuple(join_answers(reader.found))
 
 
 @frozen(kw_only=True)
-class Draft:
+class ContentDraft:
     """The messages of a content, except for what depends on its place: which calls its `results` answer, and
     the ids of calls that have none of their own. A model's content with such calls has no messages yet, but
     its `parts`. `refusal` says why the content cannot be read, and where in it. `ran_code` says whether any
@@ -123,7 +123,7 @@ class Draft:
     ran_code: bool = False
 
 
-def draft_of(content: Content) -> Draft:
+def read_draft(content: Content) -> ContentDraft:
     """Read a content as far as its place does not matter."""
     shown, role = parts(content.parts), _ROLES.get(content.role)
     results = tuple(part.functionResponse for part in shown if part.functionResponse is not None)
@@ -131,9 +131,9 @@ def draft_of(content: Content) -> Draft:
         messages = tuple(_alone(shown, content.role))
         ran = any(part.executableCode is not None or part.codeExecutionResult is not None for part in shown)
         undecided = () if messages else shown
-        return Draft(role=role, parts=undecided, messages=messages, results=results, ran_code=ran)
+        return ContentDraft(role=role, parts=undecided, messages=messages, results=results, ran_code=ran)
     except Refused as error:
-        return Draft(role=role, refusal=(str(error), error.path))
+        return ContentDraft(role=role, refusal=(str(error), error.path))
 
 
 def _known_content(sent: dict[str, Json]) -> KnownPart | Json:
@@ -142,7 +142,7 @@ def _known_content(sent: dict[str, Json]) -> KnownPart | Json:
     """
     found = known_content(sent)
     if isinstance(found, KnownPart):
-        return KnownPart(AlreadyRead(draft_of(found.read.value)), found.unknown)
+        return KnownPart(AlreadyRead(read_draft(found.read.value)), found.unknown)
     return found
 
 
@@ -153,7 +153,7 @@ def _alone(shown_parts: tuple[PartShape, ...], role: str | None) -> Iterator[Mes
             yield from _user(shown_parts)
         case "model":
             if all(part.functionCall is None or part.functionCall.id for part in shown_parts):
-                yield _assistant(shown_parts)
+                yield _assistant_message(shown_parts)
         case "system":
             yield Message(role="system", text=paragraphs(map(_shown, shown_parts)))
         case _:
@@ -172,7 +172,7 @@ def _user(shown_parts: tuple[PartShape, ...]) -> Iterator[Message]:
             if texts:
                 yield _user_message(texts, call_id)
             texts = [result_text(response)]
-            call_id = inward(response.id or "", response.name) or response.name
+            call_id = to_node_id(response.id or "", response.name) or response.name
         elif call_id is not None and (part.inlineData is not None or part.fileData is not None):
             texts.append(_beside(part))
         else:
@@ -188,7 +188,7 @@ def _user_message(texts: list[str], call_id: str | None) -> Message:
     return Message(role=role, text=paragraphs(texts), call_id=call_id)
 
 
-def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int = 0) -> Message:
+def _assistant_message(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int = 0) -> Message:
     """A model's content as a message. `earlier` calls of the same turn precede it, and `before` calls of the
     whole conversation. Neither matters if each call has an id of its own.
     """
@@ -198,7 +198,7 @@ def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int
     refs: list[str] = []
     for part in shown_parts:
         if part.functionCall is not None:
-            signed = of_signature(part.thoughtSignature, earlier + len(calls))
+            signed = signature_call_id(part.thoughtSignature, earlier + len(calls))
             calls.append(_call(part.functionCall, signed, before + len(calls) + 1))
             refs.append(calls[-1].id if part.functionCall.id or signed else "")
         elif part.thought:
@@ -212,7 +212,7 @@ def _assistant(shown_parts: tuple[PartShape, ...], earlier: int = 0, before: int
         text="".join(texts),
         calls=tuple(calls),
         thinking="".join(thoughts),
-        refs=_once(refs),
+        refs=_unique_refs(refs),
     )
 
 
@@ -220,12 +220,12 @@ def _call(call: FunctionCall, signed: str | None, number: int) -> ToolCall:
     """A call. A call without an id gets the id in its signature, or one from its position among all calls,
     which later requests repeat.
     """
-    call_id = inward(call.id, call.name) if call.id else signed or f"call_{number}"
+    call_id = to_node_id(call.id, call.name) if call.id else signed or f"call_{number}"
     return ToolCall(id=call_id, name=call.name, arguments=compact(call.args or {}))
 
 
 @define(eq=False)
-class _Reader:
+class _DraftReader:
     """One pass over the contents. `open` holds the calls of the latest model turn that have no result yet, by
     their number among all `calls`; `by_id` and `by_name` map ids and names to these numbers. A model turn may
     be several of the messages in `found`.
@@ -237,7 +237,7 @@ class _Reader:
     by_name: "dict[str, deque[int]]" = field(factory=dict)
     calls: int = 0
 
-    def read(self, draft: Draft) -> None:
+    def read(self, draft: ContentDraft) -> None:
         if draft.refusal is not None:
             message, path = draft.refusal
             raise Refused(message, path=path)
@@ -253,7 +253,7 @@ class _Reader:
         """The id of the call that this result answers. Some clients omit ids, of calls as of results, but
         keep names and order.
         """
-        call_id = inward(response.id or "", response.name)
+        call_id = to_node_id(response.id or "", response.name)
         for numbers in (self.by_id.get(call_id), self.by_name.get(response.name)):
             while numbers:
                 call = self.open.pop(numbers.popleft(), None)
@@ -261,13 +261,13 @@ class _Reader:
                     return call.id
         return call_id or response.name
 
-    def _model(self, draft: Draft) -> None:
+    def _model(self, draft: ContentDraft) -> None:
         if not self.found or self.found[-1].role != "assistant":
             self.open, self.by_id, self.by_name = {}, {}, {}
         if draft.messages:
             (message,) = draft.messages
         else:
-            message = _assistant(draft.parts, len(self.open), self.calls)
+            message = _assistant_message(draft.parts, len(self.open), self.calls)
         for number, call in enumerate(message.calls, self.calls):
             self.open[number] = call
             self.by_id.setdefault(call.id, deque()).append(number)
@@ -285,8 +285,8 @@ def result_text(response: FunctionResponse) -> str:
     """
     output = response.response
     if isinstance(output, dict):
-        output = _output_of(output, response.name)
-    return paragraphs((_plain(json_as_unseen(output)), *map(_beside, response.parts or ())))
+        output = _plain_output(output, response.name)
+    return paragraphs((_plain(replace_json_media(output)), *map(_beside, response.parts or ())))
 
 
 def _beside(part: PartShape | ResponsePart) -> str:
@@ -296,9 +296,9 @@ def _beside(part: PartShape | ResponsePart) -> str:
     return part.text or "" if part.inlineData is None else part.inlineData.describe()
 
 
-def _output_of(response: dict[str, Json], name: str) -> Json:
+def _plain_output(response: dict[str, Json], name: str) -> Json:
     if len(response) == 1:
-        return next((response[output] for output in _OUTPUTS if output in response), response)
+        return next((response[output] for output in _OUTPUT_NAMES if output in response), response)
     if response.keys() == {"name", "content"} and response["name"] == name:
         return response["content"]  # The AI SDK (opencode) wraps it like this.
     return response
@@ -311,17 +311,17 @@ def _plain(value: Json) -> str:
 def _shown(part: PartShape) -> str:
     """A part as text."""
     if part.executableCode is not None:
-        return _code(part.executableCode)
+        return _code_text(part.executableCode)
     if part.codeExecutionResult is not None:
         return _output(part.codeExecutionResult)
     if part.inlineData is not None or part.fileData is not None:
         return _beside(part)
     if part.functionCall is not None or part.functionResponse is not None:
-        raise not_text("functionCall" if part.functionCall is not None else "functionResponse")
+        raise non_text_error("functionCall" if part.functionCall is not None else "functionResponse")
     return part.text or ""
 
 
-def _code(code: ExecutableCode) -> str:
+def _code_text(code: ExecutableCode) -> str:
     return f"```{(code.language or '').lower()}\n{code.code}\n```\n"
 
 
@@ -329,7 +329,7 @@ def _output(result: CodeExecutionResult) -> str:
     return f"```\n{result.output or ''}\n```\n"
 
 
-def _once(refs: Iterable[str]) -> tuple[str, ...]:
+def _unique_refs(refs: Iterable[str]) -> tuple[str, ...]:
     """Each reference once, because all thoughts and calls of an answer carry the same signature."""
     return tuple(dict.fromkeys(ref for ref in refs if ref))
 
@@ -338,62 +338,62 @@ def _once(refs: Iterable[str]) -> tuple[str, ...]:
 
 _TYPES: Final = frozenset({"STRING", "NUMBER", "INTEGER", "BOOLEAN", "ARRAY", "OBJECT", "NULL"})
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_MAP_KEYWORDS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _ONE: Final = frozenset({"items", "additionalProperties", "not"})
 _WHOLE: Final = frozenset(
     {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 )
 # These are Google's own. They are read here, and are not part of JSON Schema.
 _OWN: Final = frozenset({"nullable", "propertyOrdering"})
-_KNOWN: Final = _LISTS | _MAPS | _ONE | _WHOLE | _OWN
+_KNOWN_KEYWORDS: Final = _LISTS | _MAP_KEYWORDS | _ONE | _WHOLE | _OWN
 _NAMES: Final = {"defs": "$defs", "ref": "$ref"}  # Proto names cannot have a `$`.
 # For these keywords null is a value. Elsewhere null means that the field is absent, as in proto.
-_NULLS: Final = frozenset({"default", "const", "example"})
+_NULL_KEYWORDS: Final = frozenset({"default", "const", "example"})
 
 
 def json_schema(schema: Mapping[str, Json], path: str) -> dict[str, Json]:
     """The schema as JSON Schema. Raises Refused at `path` if it is nested too deeply."""
     try:
-        return _schema(schema)
+        return _convert_schema(schema)
     except RecursionError:
         raise Refused("the schema is nested too deeply: flatten it", path=path) from None
 
 
-def _schema(schema: Mapping[str, Json]) -> dict[str, Json]:
+def _convert_schema(schema: Mapping[str, Json]) -> dict[str, Json]:
     named = {_name(name): value for name, value in schema.items()}
     found = {
-        name: _keyword(name, value)
+        name: _convert_keyword(name, value)
         for name, value in named.items()
-        if name not in _OWN and (value is not None or name in _NULLS)
+        if name not in _OWN and (value is not None or name in _NULL_KEYWORDS)
     }
     if found.get("type") == "type_unspecified":
         del found["type"]
-    return _or_null(found) if named.get("nullable") is True else found
+    return _allow_null(found) if named.get("nullable") is True else found
 
 
 def _name(name: str) -> str:
     """A keyword in the spelling of JSON Schema. An unknown name is unchanged."""
     spelled = camel(name)
-    return _NAMES.get(name) or (spelled if spelled in _KNOWN else name)
+    return _NAMES.get(name) or (spelled if spelled in _KNOWN_KEYWORDS else name)
 
 
-def _keyword(name: str, value: Json) -> Json:
+def _convert_keyword(name: str, value: Json) -> Json:
     if name == "type":
-        return [_type(each) for each in value] if isinstance(value, list) else _type(value)
-    if name in _MAPS and isinstance(value, dict):
-        return {key: _inner(each) for key, each in value.items()}
+        return [_convert_type(each) for each in value] if isinstance(value, list) else _convert_type(value)
+    if name in _MAP_KEYWORDS and isinstance(value, dict):
+        return {key: _convert_inner(each) for key, each in value.items()}
     if name in _LISTS and isinstance(value, list):
-        return [_inner(each) for each in value]
+        return [_convert_inner(each) for each in value]
     if name in _WHOLE and isinstance(value, str) and value.isdecimal():
         return int(value)  # Proto writes 64-bit integers as strings.
-    return _inner(value) if name in _ONE else value
+    return _convert_inner(value) if name in _ONE else value
 
 
-def _inner(value: Json) -> Json:
-    return _schema(value) if isinstance(value, dict) else value
+def _convert_inner(value: Json) -> Json:
+    return _convert_schema(value) if isinstance(value, dict) else value
 
 
-def _type(value: Json) -> Json:
+def _convert_type(value: Json) -> Json:
     return (
         value.lower()
         if isinstance(value, str) and (value.upper() in _TYPES or value == "TYPE_UNSPECIFIED")
@@ -401,7 +401,7 @@ def _type(value: Json) -> Json:
     )
 
 
-def _or_null(schema: dict[str, Json]) -> dict[str, Json]:
+def _allow_null(schema: dict[str, Json]) -> dict[str, Json]:
     """Allow null as well: in the type if the schema has one, else as one more alternative."""
     kinds, alternatives, words = schema.get("type"), schema.get("anyOf"), schema.get("enum")
     if isinstance(kinds, str) and kinds != "null":
@@ -429,11 +429,11 @@ def _tool(declaration: shapes.Declaration, path: str) -> Tool:
     return Tool(
         name=declaration.name,
         description=declaration.description or "",
-        parameters=_parameters(declaration, path),
+        parameters=_read_parameters(declaration, path),
     )
 
 
-def _parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
+def _read_parameters(declaration: shapes.Declaration, path: str) -> dict[str, Json]:
     if declaration.parametersJsonSchema is not None:
         return json_schema(declaration.parametersJsonSchema, f"{path}.parametersJsonSchema")
     return json_schema(declaration.parameters or {}, f"{path}.parameters")
@@ -477,21 +477,23 @@ def _check(names: tuple[str, ...], declared: tuple[Tool, ...]) -> None:
 
 # ── read ────────────────────────────────────────────────────────────
 
-ENUM = "text/x.enum"  # Google's own type: the answer is one of the schema's enum values, without quotes.
+ENUM_TYPE = "text/x.enum"  # Google's own type: the answer is one of the schema's enum values, without quotes.
 # This does not use `re.escape`, which also escapes characters that other regex engines do not allow to be
 # escaped.
-_SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}]")
+_REGEX_SPECIALS = re.compile(r"[\\^$.|?*+()\[\]{}]")
 
 
-def read(body: bytes, envelope: Envelope) -> ModelRequest:
+def read(body: bytes, envelope: RequestEnvelope) -> ModelRequest:
     """Read a generateContent body, or a countTokens body of either form. Raises Refused with the path of the
     field.
     """
     known = envelope.parts
     request, ignored = _request(body, known)
-    contents: Iterable[Content | Draft]  # A content that is known from an earlier request is a Draft already.
+    contents: Iterable[
+        Content | ContentDraft
+    ]  # A content that is known from an earlier request is a Draft already.
     contents = (request.contents,) if isinstance(request.contents, Content) else request.contents
-    drafts = [each if isinstance(each, Draft) else draft_of(each) for each in contents]
+    drafts = [each if isinstance(each, ContentDraft) else read_draft(each) for each in contents]
     listed = (request.tools,) if isinstance(request.tools, shapes.ToolShape) else request.tools or ()
     declared = known.convert_list(listed, tools)
     choice, notes = tool_choice(request.toolConfig, declared)
@@ -507,8 +509,8 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         stream=bool(envelope.stream),
         hints=_hints(envelope.headers),
         ignored=(*ignored, "$.contents[-1]") if volatile else ignored,
-        notes=(*notes, RAN_CODE) if any(draft.ran_code for draft in drafts) else notes,
-        constraint=_constraint(config),
+        notes=(*notes, RAN_CODE_NOTE) if any(draft.ran_code for draft in drafts) else notes,
+        constraint=_read_constraint(config),
         choices=config.candidateCount or 1,
         logprobs=(config.logprobs or 0) if config.responseLogprobs else None,
         extras={
@@ -518,7 +520,7 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     )
 
 
-def _request(body: bytes, known: ReadParts) -> tuple[GenerateRequest, tuple[str, ...]]:
+def _request(body: bytes, known: PartsCache) -> tuple[GenerateRequest, tuple[str, ...]]:
     """The request, and the paths of its unknown fields."""
     value = read_value(body)
     counting = isinstance(value, dict) and any(camel(name) == "generateContentRequest" for name in value)
@@ -559,7 +561,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
     )
 
 
-def _constraint(config: GenerationConfig) -> Constraint | None:
+def _read_constraint(config: GenerationConfig) -> Constraint | None:
     """What the answer must match. JSON without a schema means any JSON. A schema without a MIME type means
     JSON.
     """
@@ -580,12 +582,12 @@ def _constraint(config: GenerationConfig) -> Constraint | None:
         case "text/x.enum":
             words = (schema or {}).get("enum")
             if not isinstance(words, list) or not words:
-                raise Refused(f"{ENUM} needs a responseSchema with an enum: add it", path=path)
-            expression = "|".join(_SPECIAL.sub(r"\\\g<0>", str(word)) for word in words)
+                raise Refused(f"{ENUM_TYPE} needs a responseSchema with an enum: add it", path=path)
+            expression = "|".join(_REGEX_SPECIALS.sub(r"\\\g<0>", str(word)) for word in words)
             return Constraint(kind="regex", text=expression, path=path)
         case _:
             raise Refused(
-                f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM}, not {kind!r}",
+                f"responseMimeType must be text/plain, {JSON_TYPE} or {ENUM_TYPE}, not {kind!r}",
                 path="$.generationConfig.responseMimeType",
             )
 

@@ -26,7 +26,7 @@ from polarnode.core.errors import Refused
 from polarnode.providers.shapes import (
     at_least,
     no_empty_strings,
-    not_text,
+    non_text_error,
     seed_fits,
     some,
     unseen,
@@ -36,14 +36,14 @@ from polarnode.providers.shapes import (
 
 # ── names ────────────────────────────────────────────────────────────
 
-_SNAKE = re.compile(r"_([a-z0-9])")
+_SNAKE_LETTER = re.compile(r"_([a-z0-9])")
 # These lists grow with the conversation. An unknown field in their items is reported once.
-_MANY = frozenset({"contents", "parts"})
+_GROWING_LISTS = frozenset({"contents", "parts"})
 
 
 def camel(name: str) -> str:
     """`system_instruction` as `systemInstruction`."""
-    return _SNAKE.sub(lambda found: found[1].upper(), name)
+    return _SNAKE_LETTER.sub(lambda found: found[1].upper(), name)
 
 
 def respelled(value: Json, shape: type[Any]) -> tuple[Json, tuple[str, ...]]:
@@ -69,7 +69,7 @@ def _value(value: Any, shape: Any, path: str, unknown: dict[str, None]) -> Any:
     if isinstance(value, dict) and cls is not None:
         return _object(value, cls, path, unknown)
     if isinstance(value, list) and inner is not None:
-        many = path.rpartition(".")[2] in _MANY
+        many = path.rpartition(".")[2] in _GROWING_LISTS
         return [
             item.read
             if type(item) is KnownPart and not item.unknown
@@ -230,7 +230,7 @@ class PartShape:
     def check_readable(self, path: str) -> None:
         """Raise Refused, with its path, for a part that the model cannot read."""
         if self.fileData is not None:
-            raise Refused(str(not_text("fileData")), path=f"{path}.fileData")
+            raise Refused(str(non_text_error("fileData")), path=f"{path}.fileData")
         if self.inlineData is not None:
             try:
                 self.inlineData.text()

@@ -43,33 +43,33 @@ from polarnode.core.conversation import (
 from polarnode.providers.contract import (
     JSON_TYPE,
     RETRY_AFTER_S,
+    RETRYABLE_FAULTS,
     STREAM_TYPE,
-    TRIED_AGAIN,
     Fault,
     FaultKind,
     FaultRow,
-    LastWords,
+    FinalBytes,
     ModelCallInfo,
     Reply,
     error_reply,
     event,
 )
-from polarnode.providers.shapes import strict_json
+from polarnode.providers.shapes import parse_strict_json
 
 # ── ids ────────────────────────────────────────────────────────────
 
 _OURS = re.compile(r"call_[0-9a-f]{16,}")
 # This is the content of a signature, and also the beginning of the id of each call of the turn.
-_REFERENCE = re.compile(rb"[0-9a-f]{16}")
+_REFERENCE_DIGITS = re.compile(rb"[0-9a-f]{16}")
 
 
-def inward(call_id: str, name: str) -> str:
+def to_node_id(call_id: str, name: str) -> str:
     """The id as this node made it."""
     bare = call_id.removeprefix(f"{name}__")
     return bare if _OURS.fullmatch(bare) else call_id
 
 
-def of_signature(signature: str | None, place: int) -> str | None:
+def signature_call_id(signature: str | None, place: int) -> str | None:
     """The id of a turn's call at `place`, from 0, given only the turn's signature. None if the signature is
     not this node's. The signature is not verified here.
     """
@@ -77,12 +77,12 @@ def of_signature(signature: str | None, place: int) -> str | None:
         reference = b64decode((signature or "").replace("-", "+").replace("_", "/"), validate=True)
     except (NotBase64, ValueError):
         return None
-    return f"call_{reference.decode()}{place:02x}" if _REFERENCE.fullmatch(reference) else None
+    return f"call_{reference.decode()}{place:02x}" if _REFERENCE_DIGITS.fullmatch(reference) else None
 
 
 # ── errors ────────────────────────────────────────────────────────────
 
-_RPC = "type.googleapis.com/google.rpc."
+_RPC_PREFIX = "type.googleapis.com/google.rpc."
 
 
 def fault_row(kind: FaultKind) -> FaultRow:
@@ -131,17 +131,19 @@ def error_body(fault: Fault) -> Json:
     """The error object, the same in a reply and in a stream."""
     found = fault_row(fault.kind)
     error: dict[str, Json] = {"code": found.status, "message": message(fault), "status": found.type}
-    details = _details(fault)
+    details = _error_details(fault)
     return {"error": error | {"details": details} if details else error}
 
 
-def _details(fault: Fault) -> list[Json]:
-    if fault.kind in TRIED_AGAIN:
-        return [{"@type": f"{_RPC}RetryInfo", "retryDelay": f"{fault.retry_after_s or RETRY_AFTER_S}s"}]
+def _error_details(fault: Fault) -> list[Json]:
+    if fault.kind in RETRYABLE_FAULTS:
+        return [
+            {"@type": f"{_RPC_PREFIX}RetryInfo", "retryDelay": f"{fault.retry_after_s or RETRY_AFTER_S}s"}
+        ]
     if fault.path is not None:
         return [
             {
-                "@type": f"{_RPC}BadRequest",
+                "@type": f"{_RPC_PREFIX}BadRequest",
                 "fieldViolations": [{"field": fault.path.removeprefix("$."), "description": fault.message}],
             }
         ]
@@ -184,7 +186,7 @@ def arguments_json(arguments: str) -> Json:
     """
     text = arguments.strip() or "{}"
     try:
-        value = strict_json(text)
+        value = parse_strict_json(text)
     except (ValueError, RecursionError):
         return {"input": arguments}
     fragment = cast(Json, orjson.Fragment(text))
@@ -209,14 +211,14 @@ def logprobs_json(tokens: Sequence[TokenLogprob]) -> dict[str, Json]:
     """`logprobsResult`. A token that is part of a character is shown as U+FFFD, because this API has no field
     for bytes.
     """
-    chosen: list[Json] = [_token(token.data, token.logprob) for token in tokens]
+    chosen: list[Json] = [_token_json(token.data, token.logprob) for token in tokens]
     top: list[Json] = [
-        {"candidates": [_token(other.data, other.logprob) for other in token.top]} for token in tokens
+        {"candidates": [_token_json(other.data, other.logprob) for other in token.top]} for token in tokens
     ]
     return {"logprobsResult": {"topCandidates": top, "chosenCandidates": chosen}}
 
 
-def _token(data: bytes, logprob: float) -> Json:
+def _token_json(data: bytes, logprob: float) -> Json:
     return {"token": data.decode(errors="replace"), "logProbability": logprob}
 
 
@@ -321,7 +323,7 @@ class ContentStream:
         ]
         return begun + self._chunk(last, usage_json(usage)) + (b"" if self.sse else b"\r\n]")
 
-    def failed(self, fault: Fault) -> bytes | LastWords | None:
+    def failed(self, fault: Fault) -> bytes | FinalBytes | None:
         """An error in the form that Google itself uses in a stream: bare JSON, not an event, and then the
         end.
 
@@ -332,7 +334,7 @@ class ContentStream:
         the whole answer. In an array the error is an element, and then the connection breaks.
         """
         body = error_body(fault)
-        return LastWords(dump_json(body) + b"\n") if self.sse else self._element(body)
+        return FinalBytes(dump_json(body) + b"\n") if self.sse else self._write_element(body)
 
     def _begun(self) -> bytes:
         # This is empty if `start` was called, as usual.
@@ -345,9 +347,9 @@ class ContentStream:
         body: dict[str, Json] = {"candidates": candidates}
         if usage is not None:
             body["usageMetadata"] = usage
-        return self._element(body | self.tail)
+        return self._write_element(body | self.tail)
 
-    def _element(self, body: Json) -> bytes:
+    def _write_element(self, body: Json) -> bytes:
         if self.sse:
             return event(body)
         opening, self.opened = (b",\r\n" if self.opened else b"["), True

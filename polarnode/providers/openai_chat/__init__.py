@@ -11,11 +11,11 @@ from attrs import frozen
 from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
 from polarnode.providers.contract import (
-    Envelope,
     Fault,
     Memory,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -29,7 +29,7 @@ class OpenAIChat:
 
     name: str = "openai_chat"
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         return read(body, headers=envelope.headers, model=envelope.model, parts=envelope.parts)
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:

@@ -34,9 +34,17 @@ from polarnode.providers.openai_chat.shapes import (
     UserMessage,
 )
 from polarnode.providers.openai_chat.tools import read_call, read_choice, read_tools
-from polarnode.providers.openai_chat.write import DETAILS, detail_refs, wants_details
-from polarnode.providers.read_parts import ReadParts
-from polarnode.providers.shapes import as_tuple, as_unseen, compact, not_text, paragraphs, read_body, unseen
+from polarnode.providers.openai_chat.write import REASONING_DETAILS, detail_refs, wants_details
+from polarnode.providers.read_parts import PartsCache
+from polarnode.providers.shapes import (
+    as_tuple,
+    compact,
+    non_text_error,
+    paragraphs,
+    read_body,
+    replace_media,
+    unseen,
+)
 from polarnode.providers.volatile import without_volatile
 
 # ── constraints ────────────────────────────────────────────────────────────
@@ -46,7 +54,7 @@ _ANY_OBJECT = Constraint(kind="json_schema", text='{"type":"object"}')
 
 def constraint(request: ChatRequest) -> Constraint | None:
     """The constraint on the answer. Raises Refused if there is more than one."""
-    found = dict(_constraints(request))
+    found = dict(_all_constraints(request))
     if len(found) > 1:
         first, second, *_ = found
         raise Refused(
@@ -55,14 +63,14 @@ def constraint(request: ChatRequest) -> Constraint | None:
     return next((evolve(each, path=path) for path, each in found.items()), None)
 
 
-def _constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+def _all_constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     if request.response_format is not None and request.response_format.type != "text":
-        yield "$.response_format", _formatted(request.response_format)
-    yield from _schemas(request)
-    yield from _grammars(request)
+        yield "$.response_format", _format_constraint(request.response_format)
+    yield from _schema_constraints(request)
+    yield from _grammar_constraints(request)
 
 
-def _schemas(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+def _schema_constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     new = request.structured_outputs
     if new is not None and new.json_object:
         yield "$.structured_outputs.json_object", _ANY_OBJECT
@@ -76,7 +84,7 @@ def _schemas(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
             yield path, Constraint(kind="json_schema", text=_schema_text(schema, path))
 
 
-def _grammars(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
+def _grammar_constraints(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     new = request.structured_outputs
     regexes = {
         "$.regex": request.regex,
@@ -109,7 +117,7 @@ def _grammars(request: ChatRequest) -> Iterator[tuple[str, Constraint]]:
     )
 
 
-def _formatted(shape: ResponseFormat) -> Constraint:
+def _format_constraint(shape: ResponseFormat) -> Constraint:
     schema = (
         shape.json_schema.schema if shape.type == "json_schema" and shape.json_schema is not None else None
     )
@@ -141,7 +149,7 @@ def _one_of(words: tuple[str, ...], path: str) -> str:
 
 # ── thinking ────────────────────────────────────────────────────────────
 
-_TEMPLATE = ("enable_thinking", "thinking")  # the name that Qwen and GLM use, and DeepSeek's
+_THINKING_KEYWORDS = ("enable_thinking", "thinking")  # the name that Qwen and GLM use, and DeepSeek's
 _TYPES = {"enabled": True, "disabled": False}
 
 
@@ -159,13 +167,13 @@ def unused(request: ChatRequest) -> Iterator[str]:
     yield from (
         f"$.chat_template_kwargs.{name}"
         for name in request.chat_template_kwargs or {}
-        if name not in _TEMPLATE
+        if name not in _THINKING_KEYWORDS
     )
 
 
 def _requested(request: ChatRequest) -> Iterator[bool | None]:
     yield request.enable_thinking
-    for name in _TEMPLATE:
+    for name in _THINKING_KEYWORDS:
         yield _flag(request, name)
     yield _TYPES.get(request.thinking.type or "") if request.thinking is not None else None
     if request.reasoning is not None:
@@ -186,10 +194,10 @@ def _flag(request: ChatRequest, name: str) -> bool | None:
 
 
 def read(
-    body: bytes, *, headers: Mapping[str, str], model: str | None, parts: ReadParts | None = None
+    body: bytes, *, headers: Mapping[str, str], model: str | None, parts: PartsCache | None = None
 ) -> ModelRequest:
     """Read a Chat Completions body. Raises Refused with the path of the field."""
-    parts = parts or ReadParts()
+    parts = parts or PartsCache()
     request, unknown = read_body(body, ChatRequest, parts)
     listed = parts.convert_list(request.tools or (), read_tools)
     messages, volatile = without_volatile(tuple(parts.convert(request.messages, _message)))
@@ -221,7 +229,7 @@ def read(
         one_call=request.parallel_tool_calls is False,
         ignored=(*unknown, *_unused(request), *listed.ignored, *(("$.messages[-1]",) if volatile else ())),
         notes=listed.notes,
-        extras={DETAILS: True} if wants_details(request) else {},
+        extras={REASONING_DETAILS: True} if wants_details(request) else {},
     )
 
 
@@ -235,22 +243,22 @@ def _message(shape: MessageShape) -> Message:
         case UserMessage():
             return Message(role="user", text=paragraphs(_texts(shape.content)))
         case ToolMessage():
-            text = paragraphs(map(as_unseen, _texts(shape.content)))
+            text = paragraphs(map(replace_media, _texts(shape.content)))
             return Message(role="tool", text=text, call_id=shape.tool_call_id)
         case AssistantMessage():
-            return _assistant(shape)
+            return _assistant_message(shape)
         case _:
             assert_never(shape)
 
 
-def _assistant(shape: AssistantMessage) -> Message:
+def _assistant_message(shape: AssistantMessage) -> Message:
     calls = tuple(read_call(call) for call in shape.tool_calls or ())
     return Message(
         role="assistant",
         # The parts of this node's answer are joined as in `Answer.text`.
         text="".join(_texts(shape.content)) + (shape.refusal or ""),
         calls=calls,
-        thinking=_spoken(shape.reasoning_content) or _spoken(shape.reasoning),
+        thinking=_text_or_empty(shape.reasoning_content) or _text_or_empty(shape.reasoning),
         refs=tuple(call.id for call in calls if call.id) + tuple(detail_refs(shape.reasoning_details)),
     )
 
@@ -267,12 +275,12 @@ def _texts(content: Content | ResultContent) -> Iterator[str]:
             case UnseenPart():
                 yield unseen(part.type)
             case NotTextPart():
-                raise not_text(part.type)
+                raise non_text_error(part.type)
             case _:
                 assert_never(part)
 
 
-def _spoken(value: Json) -> str:
+def _text_or_empty(value: Json) -> str:
     return value if isinstance(value, str) else ""  # Some clients put an object of their own here.
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from polarnode.core.codec.limits import REPETITION
+from polarnode.core.codec.limits import REPETITION_RANGE
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.openai_chat.tools import ToolCallShape, ToolChoice, ToolShape
@@ -17,14 +17,14 @@ from polarnode.providers.shapes import (
     above_zero,
     at_least,
     no_empty_strings,
+    refuse_non_text,
     seed_fits,
     some,
-    text_only,
     unserved,
     within,
 )
 
-_OLD_CALLS = "the function_call API of old is not served: use tools and tool_calls"
+_NO_FUNCTION_CALL = "the function_call API of old is not served: use tools and tool_calls"
 
 # The limit on `n`. Each choice occupies memory of the engine until the last is done. A task that needs many
 # answers uses `num_samples`.
@@ -51,7 +51,7 @@ NotText = Literal["image_url", "input_image", "input_audio", "audio_url", "video
 
 @frozen
 class NotTextPart:
-    type: NotText = field(validator=text_only)
+    type: NotText = field(validator=refuse_non_text)
 
 
 @frozen
@@ -90,7 +90,7 @@ class AssistantMessage:
     reasoning_content: Json = None
     reasoning: Json = None
     reasoning_details: Json = None
-    function_call: Json = field(default=None, validator=unserved(_OLD_CALLS))
+    function_call: Json = field(default=None, validator=unserved(_NO_FUNCTION_CALL))
 
 
 @frozen
@@ -134,7 +134,7 @@ class SchemaShape:
     schema: dict[str, Json] | None = None
 
 
-def _known_format(_: object, __: object, value: str) -> None:
+def _check_format(_: object, __: object, value: str) -> None:
     if value not in ("text", "json_object", "json_schema"):
         raise Refused(
             f"response_format {value!r} is not served: use 'json_schema', 'json_object' or 'text'",
@@ -142,15 +142,15 @@ def _known_format(_: object, __: object, value: str) -> None:
         )
 
 
-def _with_schema(shape: Any, _: object, value: SchemaShape | None) -> None:
+def _check_schema(shape: Any, _: object, value: SchemaShape | None) -> None:
     if shape.type == "json_schema" and value is None:
         raise Refused("json_schema is missing: a response_format of this type needs it", path="$.json_schema")
 
 
 @frozen
 class ResponseFormat:
-    type: str = field(validator=_known_format)
-    json_schema: SchemaShape | None = field(default=None, validator=_with_schema)
+    type: str = field(validator=_check_format)
+    json_schema: SchemaShape | None = field(default=None, validator=_check_schema)
 
 
 @frozen
@@ -164,7 +164,7 @@ class StructuredOutputs:
     json_object: bool | None = None
 
 
-def _text_answers(_: object, __: object, value: tuple[str, ...] | None) -> None:
+def _check_modalities(_: object, __: object, value: tuple[str, ...] | None) -> None:
     if value is not None and any(kind != "text" for kind in value):
         raise Refused("this model writes text only: send modalities ['text']", path="$.modalities")
 
@@ -196,13 +196,13 @@ class ChatRequest:
     min_p: float | None = field(default=None, validator=within(0, 1))
     frequency_penalty: float | None = field(default=None, validator=within(-2, 2))
     presence_penalty: float | None = field(default=None, validator=within(-2, 2))
-    repetition_penalty: float | None = field(default=None, validator=within(*REPETITION))
+    repetition_penalty: float | None = field(default=None, validator=within(*REPETITION_RANGE))
     seed: int | None = field(default=None, validator=seed_fits)
     stop: Stop = field(default=None, validator=no_empty_strings)
     n: int | None = field(default=None, validator=within(1, CHOICES))
     logprobs: bool | None = None
     top_logprobs: int | None = field(default=None, validator=within(0, ALTERNATIVES))
-    modalities: tuple[str, ...] | None = field(default=None, validator=_text_answers)
+    modalities: tuple[str, ...] | None = field(default=None, validator=_check_modalities)
     response_format: ResponseFormat | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -219,5 +219,5 @@ class ChatRequest:
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     continue_final_message: bool | None = None
-    functions: Json = field(default=None, validator=unserved(_OLD_CALLS))
-    function_call: Any = field(default=None, validator=unserved(_OLD_CALLS))
+    functions: Json = field(default=None, validator=unserved(_NO_FUNCTION_CALL))
+    function_call: Any = field(default=None, validator=unserved(_NO_FUNCTION_CALL))

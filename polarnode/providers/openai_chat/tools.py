@@ -34,7 +34,7 @@ class CustomCall:
     input: str = ""
 
 
-def _one_of_both(shape: "ToolCallShape", _: object, value: CustomCall | None) -> None:
+def _require_function_or_custom(shape: "ToolCallShape", _: object, value: CustomCall | None) -> None:
     if value is None and shape.function is None:
         raise Refused("function is missing: a tool call has one, or a custom", path="$.function")
 
@@ -47,7 +47,7 @@ class ToolCallShape:
 
     id: str | None = None
     function: FunctionCall | None = None
-    custom: CustomCall | None = field(default=None, validator=_one_of_both)
+    custom: CustomCall | None = field(default=None, validator=_require_function_or_custom)
 
 
 @frozen
@@ -165,7 +165,7 @@ def _there(shape: T | None, path: str) -> T:
 
 def _rule(shape: CustomShape) -> str:
     grammar = shape.format.grammar if shape.format is not None else None
-    return openai.rule_of(grammar.definition, grammar.syntax or "grammar") if grammar is not None else ""
+    return openai.grammar_text(grammar.definition, grammar.syntax or "grammar") if grammar is not None else ""
 
 
 def read_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str:
@@ -212,7 +212,7 @@ def call_json(call: ToolCall, tools: tuple[Tool, ...]) -> dict[str, Json]:
     are sent unchanged.
     """
     spelled = next((tool.spelling for tool in tools if tool.name == call.name), {})
-    if spelled != openai.CUSTOM:
+    if spelled != openai.CUSTOM_SPELLING:
         return {
             "id": call.id,
             "type": "function",

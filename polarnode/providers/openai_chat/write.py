@@ -27,13 +27,13 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers import openai
-from polarnode.providers.contract import DONE, STREAM_TYPE, Fault, LastWords, ModelCallInfo, event
+from polarnode.providers.contract import DONE, STREAM_TYPE, Fault, FinalBytes, ModelCallInfo, event
 from polarnode.providers.openai_chat.shapes import ChatRequest
 from polarnode.providers.openai_chat.tools import call_json
 
 # ── details ────────────────────────────────────────────────────────────
 
-DETAILS: Final = "reasoning_details"
+REASONING_DETAILS: Final = "reasoning_details"
 
 
 def wants_details(request: ChatRequest) -> bool:
@@ -43,10 +43,10 @@ def wants_details(request: ChatRequest) -> bool:
 
 def details(call: ModelCallInfo) -> dict[str, Json]:
     """The fields to merge into the message or a delta. Empty unless requested."""
-    if not call.request.extras.get(DETAILS):
+    if not call.request.extras.get(REASONING_DETAILS):
         return {}
     return {
-        DETAILS: [
+        REASONING_DETAILS: [
             {
                 "type": "reasoning.encrypted",
                 "data": call.signature,
@@ -72,7 +72,7 @@ def detail_refs(echoed: Json) -> Iterator[str]:
 # ── write ────────────────────────────────────────────────────────────
 
 # OpenAI's value for a token that could not have been sampled, because JSON has no infinity.
-LEAST_LOGPROB: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 
 
 def finish_reason(call: ModelCallInfo, answer: Answer) -> str:
@@ -110,17 +110,18 @@ def logprobs_json(tokens: Sequence[TokenLogprob]) -> Json:
     are exact.
     """
     content: list[Json] = [
-        _token(each.data, each.logprob) | {"top_logprobs": [_token(o.data, o.logprob) for o in each.top]}
+        _token_json(each.data, each.logprob)
+        | {"top_logprobs": [_token_json(o.data, o.logprob) for o in each.top]}
         for each in tokens
     ]
     return {"content": content, "refusal": None} if content else None
 
 
-def _token(data: bytes, logprob: float) -> dict[str, Json]:
+def _token_json(data: bytes, logprob: float) -> dict[str, Json]:
     return {
         "token": data.decode(errors="replace"),
         "bytes": list(data),
-        "logprob": max(logprob, LEAST_LOGPROB),
+        "logprob": max(logprob, MIN_LOGPROB),
     }
 
 
@@ -194,12 +195,12 @@ class ChatStream:
         )
         return self._opening() + last + counts + DONE
 
-    def failed(self, fault: Fault) -> bytes | LastWords | None:
+    def failed(self, fault: Fault) -> bytes | FinalBytes | None:
         """Send nothing and break the connection. Every chat harness then repeats the request, while Pi ends
         its run on an error chunk. So only a request that can never be answered, however often it is repeated,
         gets an error chunk.
         """
-        return LastWords(event(openai.error_body(fault))) if fault.kind == "bad_request" else None
+        return FinalBytes(event(openai.error_body(fault))) if fault.kind == "bad_request" else None
 
     def _opening(self) -> bytes:
         if self.opened:

@@ -13,11 +13,11 @@ from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Answer, ModelRequest, Usage
 from polarnode.providers import openai
 from polarnode.providers.contract import (
-    Envelope,
     Fault,
     Memory,
     ModelCallInfo,
     Reply,
+    RequestEnvelope,
     ServedModel,
     StreamWriter,
 )
@@ -31,7 +31,7 @@ class OpenAIResponses:
 
     name: str = "openai_responses"
 
-    def read(self, body: bytes, envelope: Envelope) -> ModelRequest:
+    def read(self, body: bytes, envelope: RequestEnvelope) -> ModelRequest:
         return read(body, envelope)
 
     def whole(self, call: ModelCallInfo, answers: Sequence[Answer], usage: Usage) -> bytes:

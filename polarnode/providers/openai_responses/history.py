@@ -1,8 +1,9 @@
 """Responses: what remains after an answer: compaction summaries, sealed content, and stored answers.
 
 Compaction: the model writes a summary, which is sent sealed and read back as a user's message.
-`_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history. `INSTRUCTION` and
-`_INTRODUCTION` must not change while sessions are open, because they are part of prompts.
+`_SUMMARY_INTRODUCTION` begins with the words by which `merge.roles` recognises a compacted history.
+`INSTRUCTION` and `_SUMMARY_INTRODUCTION` must not change while sessions are open, because they are part of
+prompts.
 
 Sealed content is this node's own `encrypted_content`, which clients echo unread. It is not secret, because it
 was sampled for this client. It is compact, [A-Za-z0-9_-] only, with a prefix that marks it as this node's.
@@ -27,7 +28,7 @@ from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.contract import Memory
-from polarnode.providers.openai_responses.shapes import Object
+from polarnode.providers.openai_responses.shapes import JsonObject
 from polarnode.providers.shapes import compact
 
 # ── compaction ────────────────────────────────────────────────────────────
@@ -41,7 +42,7 @@ INSTRUCTION: Final = (
     " things are in now; and what has to be done next. Leave out nothing that is needed to finish."
 )
 
-_INTRODUCTION: Final = (
+_SUMMARY_INTRODUCTION: Final = (
     "Another language model started to solve this problem and wrote the summary below. What was said before"
     " it is no longer shown. Build on what was done, and do not do it again."
 )
@@ -51,7 +52,7 @@ def retold(summary: str) -> str:
     """The message that replaces the summarised history. If the model called a tool instead of writing, the
     text says that there is no summary.
     """
-    return f"{_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
+    return f"{_SUMMARY_INTRODUCTION}\n\n{summary if summary.strip() else '(It wrote nothing.)'}"
 
 
 # ── sealed content ────────────────────────────────────────────────────────────
@@ -59,7 +60,7 @@ def retold(summary: str) -> str:
 _OURS: Final = "pn1_"
 # The limit on the bytes of a request's sealed items after decompression. A million tokens of thinking are 4-6
 # MB. A client may send a small text that decompresses to more.
-UNSEALED_BYTES: Final = 16 << 20
+MAX_UNSEALED_BYTES: Final = 16 << 20
 
 
 @frozen(kw_only=True)
@@ -87,7 +88,7 @@ def seal(content: SealedContent) -> str:
     return _OURS + urlsafe_b64encode(packed).decode().rstrip("=")
 
 
-def unseal(opaque: str, *, most: int = UNSEALED_BYTES) -> SealedContent | None:
+def unseal(opaque: str, *, most: int = MAX_UNSEALED_BYTES) -> SealedContent | None:
     """The content of an opaque text. None if it is not this node's, is damaged, or has more than `most`
     bytes.
     """
@@ -118,13 +119,15 @@ def _text(value: Json) -> str:
 # ── stored answers ────────────────────────────────────────────────────────────
 
 _ANSWER: Final = "resp_"
-_HEADS: Final = "openai_responses.heads"
+_HEADS_NAME: Final = "openai_responses.heads"
 # The number of inputs with which the next one may begin. There is one per agent, and with sub-agents two or
 # three send requests at once.
-_MOST_HEADS: Final = 16
+_MAX_HEADS: Final = 16
 _DIGEST_BYTES: Final = 16
 _ITEM_ID: Final = re.compile(r"[a-z]+_([0-9a-f]+)_\d+(?:_[0-9a-f]{16})?")
-_REFERENCE: Final = re.compile(rb"[0-9a-f]{16}")  # matches the decoded content of an answer's signature
+_REFERENCE_DIGITS: Final = re.compile(
+    rb"[0-9a-f]{16}"
+)  # matches the decoded content of an answer's signature
 
 
 def response_id(call_id: str) -> str:
@@ -148,19 +151,19 @@ def _reference(signature: str) -> list[str]:
         reference = b64decode(signature, validate=True)
     except (NotBase64, ValueError):
         return []
-    return [reference.decode()] if _REFERENCE.fullmatch(reference) else []
+    return [reference.decode()] if _REFERENCE_DIGITS.fullmatch(reference) else []
 
 
-def previous(memory: Memory, name: str) -> list[Object]:
+def previous(memory: Memory, name: str) -> list[JsonObject]:
     """The conversation up to the end of an answer: the answer's input and its output."""
     # The session's other dialects keep values under other names.
     kept = memory.recall(name) if name.startswith(_ANSWER) else None
     if not isinstance(kept, dict):
         raise _unknown(name)
-    return _input(memory, kept, name) + _items(kept["output"])
+    return _whole_input(memory, kept, name) + _items(kept["output"])
 
 
-def referenced(memory: Memory, name: str, path: str) -> Object | None:
+def referenced(memory: Memory, name: str, path: str) -> JsonObject | None:
     """The item of an earlier answer that an `item_reference` names. None for the item of another server."""
     found = _ITEM_ID.fullmatch(name)
     if found is None:
@@ -183,18 +186,18 @@ class StoredInput:
     length: int
     digest: str
 
-    def as_json(self) -> Object:
+    def as_json(self) -> JsonObject:
         return {"base": self.base, "added": self.added, "length": self.length, "digest": self.digest}
 
 
-def item_digest(item: Object) -> bytes:
+def item_digest(item: JsonObject) -> bytes:
     """The identity of an item of an input: a digest of 16 bytes over all of it."""
     return blake2b(dump_json(item), digest_size=_DIGEST_BYTES).digest()
 
 
-def to_keep(memory: Memory, items: list[Object], digests: Iterable[bytes]) -> StoredInput:
+def input_to_store(memory: Memory, items: list[JsonObject], digests: Iterable[bytes]) -> StoredInput:
     """The part that an input adds to earlier ones. `digests` are those of its items."""
-    heads = {(head["length"], head["digest"]): head["name"] for head in _heads(memory)}
+    heads = {(head["length"], head["digest"]): head["name"] for head in _stored_heads(memory)}
     lengths = {length for length, _ in heads}
     digest = blake2b(digest_size=_DIGEST_BYTES)
     begins: list[tuple[int, str]] = []
@@ -210,14 +213,14 @@ def to_keep(memory: Memory, items: list[Object], digests: Iterable[bytes]) -> St
     )
 
 
-def keep(memory: Memory, name: str, kept: Object, output: list[Json]) -> None:
+def keep(memory: Memory, name: str, kept: JsonObject, output: list[Json]) -> None:
     """Keep an answer: what its input added, and its output."""
     memory.keep(name, {"base": kept["base"], "input": kept["added"], "output": compact(output)})
-    head: Object = {"name": name, "length": kept["length"], "digest": kept["digest"]}
-    memory.keep(_HEADS, cast(Json, [*_heads(memory), head][-_MOST_HEADS:]))
+    head: JsonObject = {"name": name, "length": kept["length"], "digest": kept["digest"]}
+    memory.keep(_HEADS_NAME, cast(Json, [*_stored_heads(memory), head][-_MAX_HEADS:]))
 
 
-def _input(memory: Memory, kept: Object, name: str) -> list[Object]:
+def _whole_input(memory: Memory, kept: JsonObject, name: str) -> list[JsonObject]:
     """The whole input of an answer, joined from the inputs of the answers that it extends."""
     added = [_items(kept["input"])]
     while isinstance(base := kept["base"], str):
@@ -240,17 +243,17 @@ def _is_whole(memory: Memory, name: str) -> bool:
     return True
 
 
-def _joined(parts: Iterable[list[Object]]) -> list[Object]:
+def _joined(parts: Iterable[list[JsonObject]]) -> list[JsonObject]:
     return [item for part in parts for item in part]
 
 
-def _items(text: Json) -> list[Object]:
+def _items(text: Json) -> list[JsonObject]:
     found = read_json(text.encode()) if isinstance(text, str) else []
-    return cast(list[Object], found)
+    return cast(list[JsonObject], found)
 
 
-def _heads(memory: Memory) -> list[Object]:
-    return cast(list[Object], memory.recall(_HEADS) or [])
+def _stored_heads(memory: Memory) -> list[JsonObject]:
+    return cast(list[JsonObject], memory.recall(_HEADS_NAME) or [])
 
 
 def _unknown(name: str) -> Refused:

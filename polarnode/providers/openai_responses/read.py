@@ -18,25 +18,25 @@ from attrs import frozen
 from polarnode.core.codec.json import read_json
 from polarnode.core.conversation import Constraint, Conversation, Json, Message, ModelRequest, Sampling, Tool
 from polarnode.core.errors import Refused
-from polarnode.providers.contract import Envelope
+from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import INSTRUCTION
 from polarnode.providers.openai_responses.shapes import (
-    Object,
+    JsonObject,
     ReasoningShape,
     ResponsesRequest,
     TextConfigShape,
 )
-from polarnode.providers.openai_responses.tools import Toolbox, shaped, tool_choice
-from polarnode.providers.openai_responses.transcript import KnownItem, Transcript, known_item
-from polarnode.providers.read_parts import ReadParts, is_list_of_objects
+from polarnode.providers.openai_responses.tools import ToolReader, structure_at, tool_choice
+from polarnode.providers.openai_responses.transcript import KnownItem, Transcript, read_known_item
+from polarnode.providers.read_parts import PartsCache, is_list_of_objects
 from polarnode.providers.shapes import compact, read_body
 from polarnode.providers.volatile import without_volatile
 
 # ── hints ────────────────────────────────────────────────────────────
 
 _SESSION: Final = ("session-id", "session_id", "x-session-id", "x-litellm-session-id")
-_METADATA: Final = "x-codex-turn-metadata"
+_METADATA_HEADER: Final = "x-codex-turn-metadata"
 # values of Codex's `request_kind`; the usual value is `turn`
 _KINDS: Final = {"compaction": "compaction", "prewarm": "auxiliary"}
 
@@ -44,7 +44,7 @@ _KINDS: Final = {"compaction": "compaction", "prewarm": "auxiliary"}
 def hints(request: ResponsesRequest, headers: Mapping[str, str], *, compacts: bool) -> dict[str, str]:
     """What the request says about the agent that sent it. `compacts`: the request itself is a compaction."""
     body = _object(request.client_metadata)
-    turn = _turn(headers.get(_METADATA)) or _turn(_text(body.get(_METADATA)))
+    turn = _turn(headers.get(_METADATA_HEADER)) or _turn(_text(body.get(_METADATA_HEADER)))
     parent = (
         headers.get("x-codex-parent-thread-id")
         or _text(turn.get("parent_thread_id"))
@@ -98,7 +98,7 @@ SEALED_THINKING: Final = "reasoning.encrypted_content"
 LOGPROBS: Final = "message.output_text.logprobs"
 
 # The request fields that a response echoes, with their values for a request that does not have them.
-_ECHOED: Final[Object] = {
+_ECHO_DEFAULTS: Final[JsonObject] = {
     "background": False,
     "instructions": None,
     "max_output_tokens": None,
@@ -119,7 +119,7 @@ _ECHOED: Final[Object] = {
 }
 
 
-def read(body: bytes, envelope: Envelope) -> ModelRequest:
+def read(body: bytes, envelope: RequestEnvelope) -> ModelRequest:
     """Read a Responses body, or a body whose conversation is to be compacted or counted. Raises Refused with
     the path of the field.
     """
@@ -127,9 +127,11 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
     if request.model is None and envelope.operation == "generate":
         raise Refused("model is missing: it is required", path="$.model")
     items = list(_items(request, envelope))
-    compacts = envelope.operation == "compact" or _triggers(items)
+    compacts = envelope.operation == "compact" or _asks_compaction(items)
     listed = _listed(request, envelope.parts)
-    transcript = _transcript(request, items[:-1] if _triggers(items) else items, listed, compacts=compacts)
+    transcript = _read_transcript(
+        request, items[:-1] if _asks_compaction(items) else items, listed, compacts=compacts
+    )
     tools = listed.tools if len(transcript.head.tools) == len(listed.tools) else tuple(transcript.head.tools)
     choice, notes = tool_choice(request.tool_choice, (*tools, *transcript.later))
     conversation = Conversation(
@@ -147,13 +149,13 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
         ),
         stream=bool(request.stream) and envelope.operation == "generate",
         hints=hints(request, envelope.headers, compacts=compacts),
-        constraint=None if compacts else _constraint(request),
+        constraint=None if compacts else _read_constraint(request),
         logprobs=(request.top_logprobs or 0) if LOGPROBS in (request.include or ()) else None,
         one_call=request.parallel_tool_calls is False,
         generate=request.generate is not False,
-        extras=_extras(request, envelope, items, transcript, compacts=compacts),
+        extras=_writer_extras(request, envelope, items, transcript, compacts=compacts),
         ignored=(*unknown, *_unused(request), *transcript.head.ignored, *transcript.ignored),
-        notes=(*_remarks(request), *notes, *transcript.head.notes, *transcript.notes),
+        notes=(*_request_notes(request), *notes, *transcript.head.notes, *transcript.notes),
     )
 
 
@@ -161,37 +163,37 @@ def read(body: bytes, envelope: Envelope) -> ModelRequest:
 
 
 @frozen
-class _Item:
+class _InputItem:
     """An item of the conversation, and what is known about it from earlier requests if it is in the body."""
 
     path: str
-    value: Object
+    value: JsonObject
     known: KnownItem | None = None
 
 
-def _items(request: ResponsesRequest, envelope: Envelope) -> Iterator[_Item]:
+def _items(request: ResponsesRequest, envelope: RequestEnvelope) -> Iterator[_InputItem]:
     """Every item of the conversation, stored ones first. References are replaced by the items that
     they name.
     """
     if request.previous_response_id is not None:
         for item in history.previous(envelope.memory, request.previous_response_id):
-            yield _Item("$.previous_response_id", item)
+            yield _InputItem("$.previous_response_id", item)
     sent = request.input
     listed: list[Json] = [{"role": "user", "content": sent}] if isinstance(sent, str) else list(sent or ())
-    known = envelope.parts.convert_json(listed, known_item) if is_list_of_objects(listed) else None
+    known = envelope.parts.convert_json(listed, read_known_item) if is_list_of_objects(listed) else None
     for index, value in enumerate(listed):
         path = f"$.input[{index}]"
-        item = value if type(value) is dict else shaped(value, Object, path)
+        item = value if type(value) is dict else structure_at(value, JsonObject, path)
         name = item.get("id")
         refers = item.get("type") == "item_reference" or (item.get("type") is None and "role" not in item)
         found = history.referenced(envelope.memory, name, path) if refers and isinstance(name, str) else None
         if found is None:
-            yield _Item(path, item, None if known is None else known[index])
+            yield _InputItem(path, item, None if known is None else known[index])
         else:
-            yield _Item(path, found)
+            yield _InputItem(path, found)
 
 
-def _triggers(items: list[_Item]) -> bool:
+def _asks_compaction(items: list[_InputItem]) -> bool:
     """Whether the last item asks for a compaction of the items before it."""
     return bool(items) and items[-1].value.get("type") == "compaction_trigger"
 
@@ -205,34 +207,34 @@ class _Listed:
     notes: tuple[str, ...]
 
 
-def _listed(request: ResponsesRequest, parts: ReadParts) -> _Listed:
+def _listed(request: ResponsesRequest, parts: PartsCache) -> _Listed:
     sent = list(request.tools or ())
     if not is_list_of_objects(sent):
         return _read_tools(sent)
-    return parts.convert_list(parts.convert_json(sent, _as_sent), _read_tools)
+    return parts.convert_list(parts.convert_json(sent, _same_tool), _read_tools)
 
 
-def _as_sent(tool: Object) -> Object:
+def _same_tool(tool: JsonObject) -> JsonObject:
     return tool
 
 
 def _read_tools(sent: Sequence[Json]) -> _Listed:
-    box = Toolbox()
+    box = ToolReader()
     box.read(sent, "$.tools")
     return _Listed(tuple(box.tools), tuple(box.ignored), tuple(box.notes))
 
 
-def _transcript(
-    request: ResponsesRequest, items: list[_Item], listed: _Listed, *, compacts: bool
+def _read_transcript(
+    request: ResponsesRequest, items: list[_InputItem], listed: _Listed, *, compacts: bool
 ) -> Transcript:
     transcript = Transcript()
-    transcript.head = Toolbox(list(listed.tools), list(listed.ignored), list(listed.notes))
+    transcript.head = ToolReader(list(listed.tools), list(listed.ignored), list(listed.notes))
     if request.instructions:
         transcript.add(Message(role="system", text=request.instructions))
     for item in items:
         transcript.take(item.value, item.path, item.known)
     transcript.close()
-    transcript.messages, volatile = _steady(transcript.messages)
+    transcript.messages, volatile = _drop_volatile(transcript.messages)
     transcript.ignored += ["$.input[-1]"] if volatile else []
     if not transcript.messages and request.generate is not False:
         raise Refused("input is empty: send at least one item", path="$.input")
@@ -241,7 +243,7 @@ def _transcript(
     return transcript
 
 
-def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
+def _drop_volatile(messages: list[Message]) -> tuple[list[Message], bool]:
     """The messages without a harness's volatile context, and whether there was any."""
     kept, volatile = without_volatile(tuple(messages))
     return list(kept), volatile
@@ -252,12 +254,12 @@ def _steady(messages: list[Message]) -> tuple[list[Message], bool]:
 
 def _thinking(request: ResponsesRequest) -> bool | None:
     """Whether to think. An effort other than none leaves it to the template."""
-    shape = shaped(request.reasoning or {}, ReasoningShape, "$.reasoning")
+    shape = structure_at(request.reasoning or {}, ReasoningShape, "$.reasoning")
     return False if shape.effort == "none" else None
 
 
-def _constraint(request: ResponsesRequest) -> Constraint | None:
-    shape = shaped(request.text or {}, TextConfigShape, "$.text").format
+def _read_constraint(request: ResponsesRequest) -> Constraint | None:
+    shape = structure_at(request.text or {}, TextConfigShape, "$.text").format
     if shape is None or shape.type == "text":
         return None
     if shape.type == "json_object":
@@ -279,7 +281,7 @@ def _unused(request: ResponsesRequest) -> Iterator[str]:
         yield "$.text.verbosity"
 
 
-def _remarks(request: ResponsesRequest) -> Iterator[str]:
+def _request_notes(request: ResponsesRequest) -> Iterator[str]:
     if request.truncation not in (None, "disabled"):
         yield (
             f"truncation {request.truncation!r} was asked: nothing is ever dropped, a conversation that is"
@@ -290,18 +292,18 @@ def _remarks(request: ResponsesRequest) -> Iterator[str]:
 # ── extras for the writer ────────────────────────────────────────────────
 
 
-def _extras(
+def _writer_extras(
     request: ResponsesRequest,
-    envelope: Envelope,
-    items: list[_Item],
+    envelope: RequestEnvelope,
+    items: list[_InputItem],
     transcript: Transcript,
     *,
     compacts: bool,
-) -> Object:
+) -> JsonObject:
     """What the writer needs of the request: the echoed fields, whether thinking is sealed, the format of
     tools that were added later, and what to store or what a compaction keeps visible.
     """
-    extras: Object = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
+    extras: JsonObject = {"echo": _echo(request), "seals": SEALED_THINKING in (request.include or ())}
     if transcript.later:
         extras["later"] = {tool.name: dict(tool.spelling) for tool in transcript.later}
     if compacts:
@@ -319,18 +321,20 @@ def _extras(
         digests = (
             history.item_digest(item.value) if item.known is None else item.known.digest for item in shown
         )
-        kept = history.to_keep(envelope.memory, [item.value for item in shown], digests)
+        kept = history.input_to_store(envelope.memory, [item.value for item in shown], digests)
         extras["keeps"] = kept.as_json()
     return extras
 
 
-def _echo(request: ResponsesRequest) -> Object:
-    echoed: Object = {name: value for name in _ECHOED if (value := getattr(request, name)) is not None}
-    text: Object = {"format": {"type": "text"}}
-    reasoning: Object = {"effort": None, "summary": None}
-    more: Object = {
+def _echo(request: ResponsesRequest) -> JsonObject:
+    echoed: JsonObject = {
+        name: value for name in _ECHO_DEFAULTS if (value := getattr(request, name)) is not None
+    }
+    text: JsonObject = {"format": {"type": "text"}}
+    reasoning: JsonObject = {"effort": None, "summary": None}
+    more: JsonObject = {
         "text": text | (request.text or {}),
         "reasoning": reasoning | (request.reasoning or {}),
         "tools": list(request.tools or ()),
     }
-    return _ECHOED | echoed | more
+    return _ECHO_DEFAULTS | echoed | more

@@ -13,7 +13,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
 from polarnode.providers.shapes import above_zero, at_least, unserved, within
 
-Object = dict[str, Json]
+JsonObject = dict[str, Json]
 
 
 @frozen
@@ -70,7 +70,7 @@ class FunctionCallItem:
     """
 
     name: str
-    arguments: str | Object | None = None
+    arguments: str | JsonObject | None = None
     call_id: str | None = None
     id: str | None = None
     namespace: str | None = None
@@ -91,8 +91,8 @@ class ActionCallItem:
     `apply_patch_call` an operation.
     """
 
-    action: Object | None = None
-    operation: Object | None = None
+    action: JsonObject | None = None
+    operation: JsonObject | None = None
     call_id: str | None = None
     id: str | None = None
 
@@ -136,7 +136,7 @@ class AdditionalToolsItem:
 class FunctionTool:
     name: str
     description: str | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
     defer_loading: bool | None = None
 
 
@@ -172,7 +172,7 @@ class SearchTool:
 
     execution: str | None = None
     description: str | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
 
 
 @frozen
@@ -195,7 +195,7 @@ class TextFormat:
     """`json_schema` requires a `schema`. The other types have only their name."""
 
     type: Literal["text", "json_schema", "json_object"]
-    schema: Object | None = None
+    schema: JsonObject | None = None
 
 
 @frozen
@@ -203,7 +203,7 @@ class TextConfigShape:
     format: TextFormat | None = None
 
 
-def _in_foreground(_: object, __: object, value: bool | None) -> None:
+def _refuse_background(_: object, __: object, value: bool | None) -> None:
     if value:
         raise Refused(
             "background responses are not served: send the request without background, and stream it",
@@ -228,7 +228,7 @@ class ResponsesRequest:
     input: str | tuple[Json, ...] | None = None
     instructions: str | None = None
     tools: tuple[Json, ...] | None = None
-    tool_choice: str | Object | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -239,8 +239,8 @@ class ResponsesRequest:
     temperature: float | None = field(default=None, validator=within(0, 2))
     top_p: float | None = field(default=None, validator=above_zero(1))
     top_logprobs: int | None = field(default=None, validator=within(0, 20))
-    reasoning: Object | None = None
-    text: Object | None = None
+    reasoning: JsonObject | None = None
+    text: JsonObject | None = None
     truncation: str | None = None
     client_metadata: Json = None
     metadata: Json = None  # This field and the next are only echoed.
@@ -249,6 +249,6 @@ class ResponsesRequest:
     safety_identifier: Json = None
     service_tier: Json = None
     user: Json = None
-    background: bool | None = field(default=None, validator=_in_foreground)
+    background: bool | None = field(default=None, validator=_refuse_background)
     conversation: Json = field(default=None, validator=unserved(_NO_CONVERSATION))
     prompt: Json = field(default=None, validator=unserved(_NO_PROMPT))

@@ -19,8 +19,8 @@ from polarnode.providers.openai_responses.shapes import (
     CustomTool,
     FormatShape,
     FunctionTool,
+    JsonObject,
     NamespaceTool,
-    Object,
     SearchTool,
     ShellTool,
 )
@@ -33,7 +33,7 @@ DEFAULT_NAMESPACE: Final = "functions"
 
 _TEXT: Final[Json] = {"type": "string"}
 _WHOLE: Final[Json] = {"type": "integer"}
-_LOCAL_SHELL: Final = Tool(
+_LOCAL_SHELL_TOOL: Final = Tool(
     name="local_shell",
     description="Runs a command on the user's machine and returns its output.",
     parameters={
@@ -48,7 +48,7 @@ _LOCAL_SHELL: Final = Tool(
     },
     spelling={"kind": "local_shell"},
 )
-_SHELL: Final = Tool(
+_SHELL_TOOL: Final = Tool(
     name="shell",
     description="Runs shell commands on the user's machine, in order, and returns the output of each.",
     parameters={
@@ -62,7 +62,7 @@ _SHELL: Final = Tool(
     },
     spelling={"kind": "shell"},
 )
-_APPLY_PATCH: Final = Tool(
+_APPLY_PATCH_TOOL: Final = Tool(
     name="apply_patch",
     description="Creates, changes or deletes one file. The diff is in V4A format; deleting takes none.",
     parameters={
@@ -76,7 +76,7 @@ _APPLY_PATCH: Final = Tool(
     },
     spelling={"kind": "apply_patch"},
 )
-_SEARCH: Final = Tool(
+_SEARCH_TOOL: Final = Tool(
     name="tool_search",
     description="Looks for further tools. Those it finds can be called from then on.",
     parameters={"type": "object", "properties": {"query": _TEXT}, "required": ["query"]},
@@ -89,7 +89,7 @@ def full_name(name: str, namespace: str | None) -> str:
     return name if namespace in (None, "", DEFAULT_NAMESPACE) else f"{namespace}.{name}"
 
 
-def shaped(value: Json, shape: type[T], path: str) -> T:
+def structure_at(value: Json, shape: type[T], path: str) -> T:
     """`value` as a `shape`. Raises Refused with a path from the root of the body."""
     try:
         return structure(value, shape)
@@ -98,7 +98,7 @@ def shaped(value: Json, shape: type[T], path: str) -> T:
 
 
 @define(eq=False)
-class Toolbox:
+class ToolReader:
     """The content of lists of tools: the tools shown to the model, the paths of the others, and notes for
     readers of the turn.
     """
@@ -109,7 +109,7 @@ class Toolbox:
 
     def read(self, shapes: Iterable[Json], path: str) -> None:
         """Read more tools, from the list at `path`."""
-        listed = [shaped(shape, Object, f"{path}[{index}]") for index, shape in enumerate(shapes)]
+        listed = [structure_at(shape, JsonObject, f"{path}[{index}]") for index, shape in enumerate(shapes)]
         searched = any(
             shape.get("type") == "tool_search" and shape.get("execution") == "client" for shape in listed
         )
@@ -119,10 +119,10 @@ class Toolbox:
             else:
                 self._take(shape, f"{path}[{index}]", None)
 
-    def _take(self, shape: Object, path: str, namespace: str | None) -> None:
+    def _take(self, shape: JsonObject, path: str, namespace: str | None) -> None:
         read = _READERS.get(str(shape.get("type")))
         if shape.get("type") == "namespace" and namespace is None:
-            self._namespace(shaped(shape, NamespaceTool, path), path)
+            self._namespace(structure_at(shape, NamespaceTool, path), path)
         elif read is None:
             self.ignored.append(path)
         else:
@@ -139,20 +139,20 @@ class Toolbox:
         first = len(self.tools)
         for index, member in enumerate(shape.tools):
             place = f"{path}.tools[{index}]"
-            self._take(shaped(member, Object, place), place, shape.name)
+            self._take(structure_at(member, JsonObject, place), place, shape.name)
         if shape.description and len(self.tools) > first:
             tool = self.tools[first]
             self.tools[first] = evolve(
                 tool, description=f"{shape.name}: {shape.description}\n\n{tool.description}"
             )
 
-    def function(self, shape: Object, path: str) -> Tool:
-        found = shaped(shape, FunctionTool, path)
+    def function(self, shape: JsonObject, path: str) -> Tool:
+        found = structure_at(shape, FunctionTool, path)
         return Tool(name=found.name, description=found.description or "", parameters=found.parameters or {})
 
-    def custom(self, shape: Object, path: str) -> Tool:
+    def custom(self, shape: JsonObject, path: str) -> Tool:
         """A freeform tool. It takes one string, whose grammar is shown to the model."""
-        found = shaped(shape, CustomTool, path)
+        found = structure_at(shape, CustomTool, path)
         rule = _rule(found.format)
         if rule:
             self.notes.append(
@@ -161,35 +161,35 @@ class Toolbox:
             )
         return openai.tool(found.name, found.description, rule)
 
-    def search(self, shape: Object, path: str) -> Tool | None:
-        found = shaped(shape, SearchTool, path)
+    def search(self, shape: JsonObject, path: str) -> Tool | None:
+        found = structure_at(shape, SearchTool, path)
         if found.execution != "client":
             return None
         return evolve(
-            _SEARCH,
-            description=found.description or _SEARCH.description,
-            parameters=found.parameters or _SEARCH.parameters,
+            _SEARCH_TOOL,
+            description=found.description or _SEARCH_TOOL.description,
+            parameters=found.parameters or _SEARCH_TOOL.parameters,
         )
 
-    def shell(self, shape: Object, path: str) -> Tool | None:
-        environment = shaped(shape, ShellTool, path).environment
+    def shell(self, shape: JsonObject, path: str) -> Tool | None:
+        environment = structure_at(shape, ShellTool, path).environment
         local = environment is None or (isinstance(environment, dict) and environment.get("type") == "local")
-        return _SHELL if local else None
+        return _SHELL_TOOL if local else None
 
-    def local_shell(self, shape: Object, path: str) -> Tool:
-        return _LOCAL_SHELL
+    def read_local_shell(self, shape: JsonObject, path: str) -> Tool:
+        return _LOCAL_SHELL_TOOL
 
-    def apply_patch(self, shape: Object, path: str) -> Tool:
-        return _APPLY_PATCH
+    def read_apply_patch(self, shape: JsonObject, path: str) -> Tool:
+        return _APPLY_PATCH_TOOL
 
 
-_READERS: Final[dict[str, Callable[[Toolbox, Object, str], Tool | None]]] = {
-    "function": Toolbox.function,
-    "custom": Toolbox.custom,
-    "tool_search": Toolbox.search,
-    "shell": Toolbox.shell,
-    "local_shell": Toolbox.local_shell,
-    "apply_patch": Toolbox.apply_patch,
+_READERS: Final[dict[str, Callable[[ToolReader, JsonObject, str], Tool | None]]] = {
+    "function": ToolReader.function,
+    "custom": ToolReader.custom,
+    "tool_search": ToolReader.search,
+    "shell": ToolReader.shell,
+    "local_shell": ToolReader.read_local_shell,
+    "apply_patch": ToolReader.read_apply_patch,
 }
 
 
@@ -204,7 +204,7 @@ def _within(tool: Tool, namespace: str | None) -> Tool:
 def _rule(shape: FormatShape | None) -> str:
     if shape is None or not shape.definition:
         return ""
-    return openai.rule_of(shape.definition, shape.syntax or shape.type)
+    return openai.grammar_text(shape.definition, shape.syntax or shape.type)
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
@@ -228,7 +228,7 @@ def _line(tool: Tool) -> str:
 # ── tool choice ─────────────────────────────────────────────────
 
 
-def tool_choice(choice: str | Object | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
+def tool_choice(choice: str | JsonObject | None, tools: Iterable[Tool]) -> tuple[str, list[str]]:
     """The tool choice in the terms of `Conversation`, and notes on what is not enforced."""
     if choice is None:
         return "auto", []
@@ -262,7 +262,7 @@ def _word(word: Json, path: str) -> str:
     return str(word)
 
 
-def _named(choice: Object) -> Iterator[str]:
+def _named(choice: JsonObject) -> Iterator[str]:
     """The names that a choice may mean: the tool's own name or, for tools without one, their type."""
     name, namespace = choice.get("name"), choice.get("namespace")
     if isinstance(name, str):

@@ -5,8 +5,8 @@ joins its parts. Everything else stays one to one, so that an append-only histor
 that cannot be shown to the model is reported by its path, except for images and files: the user means the
 model to see them, so they are refused.
 
-Requests repeat their items. What `known_item` reads from an item alone is the same wherever the item stands,
-so it is read once. Any other item is read in its place.
+Requests repeat their items. What `read_known_item` reads from an item alone is the same wherever the item
+stands, so it is read once. Any other item is read in its place.
 """
 
 import re
@@ -19,7 +19,7 @@ from polarnode.core.conversation import Json, Message, Tool, ToolCall
 from polarnode.core.errors import Refused
 from polarnode.providers import openai
 from polarnode.providers.openai_responses.history import (
-    UNSEALED_BYTES,
+    MAX_UNSEALED_BYTES,
     SealedContent,
     item_digest,
     retold,
@@ -33,20 +33,29 @@ from polarnode.providers.openai_responses.shapes import (
     Content,
     CustomCallItem,
     FunctionCallItem,
+    JsonObject,
     MessageItem,
-    Object,
     OutputItem,
     PartShape,
     ReasoningItem,
     SearchCallItem,
     SearchOutputItem,
 )
-from polarnode.providers.openai_responses.tools import Toolbox, describe_tools, full_name, shaped
-from polarnode.providers.shapes import as_unseen, compact, json_as_unseen, not_text, paragraphs, unseen
+from polarnode.providers.openai_responses.tools import ToolReader, describe_tools, full_name, structure_at
+from polarnode.providers.shapes import (
+    compact,
+    non_text_error,
+    paragraphs,
+    replace_json_media,
+    replace_media,
+    unseen,
+)
 
 # ── items as messages ───────────────────────────────────────────────────────────────────────────────
 
-_TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"})
+_TEXT_TYPES: Final = frozenset(
+    {"input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal"}
+)
 _NOT_TEXTS: Final = frozenset(
     {
         *("input_image", "input_file", "input_audio", "input_video", "image_url", "computer_screenshot"),
@@ -54,10 +63,10 @@ _NOT_TEXTS: Final = frozenset(
     }
 )
 # OpenAI's own server encrypts a message between agents as a Fernet token.
-_ENCRYPTED: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
-NEW_TOOLS: Final = "From here on these tools can be called too:"
-FOUND_TOOLS: Final = "Found these tools, which can be called from here on:"
-FOUND_NONE: Final = "Found no tools."
+_FERNET_TOKEN: Final = re.compile(r"gAAAAA[\w-]{60,}=*")
+NEW_TOOLS_TEXT: Final = "From here on these tools can be called too:"
+FOUND_TOOLS_TEXT: Final = "Found these tools, which can be called from here on:"
+NO_TOOLS_FOUND_TEXT: Final = "Found no tools."
 
 
 @define(eq=False)
@@ -67,7 +76,7 @@ class Transcript:
     """
 
     messages: list[Message] = field(factory=list)
-    head: Toolbox = field(factory=Toolbox)
+    head: ToolReader = field(factory=ToolReader)
     later: list[Tool] = field(factory=list)
     ignored: list[str] = field(factory=list)
     notes: list[str] = field(factory=list)
@@ -76,10 +85,10 @@ class Transcript:
     _calls: list[ToolCall] = field(factory=list, init=False)
     _refs: list[str] = field(factory=list, init=False)
     _answering: bool = field(default=False, init=False)
-    _unsealed_room: int = field(default=UNSEALED_BYTES, init=False)
+    _unsealed_room: int = field(default=MAX_UNSEALED_BYTES, init=False)
     _unsealed_bytes: int = field(default=0, init=False)  # the bytes of the sealed items after decompression
 
-    def read(self, item: Object, path: str) -> None:
+    def read(self, item: JsonObject, path: str) -> None:
         """Read one more item."""
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
         reader = _READERS.get(str(kind))
@@ -92,7 +101,7 @@ class Transcript:
         else:
             reader(self, item, path)
 
-    def take(self, item: Object, path: str, known: "KnownItem | None") -> None:
+    def take(self, item: JsonObject, path: str, known: "KnownItem | None") -> None:
         """Read one more item, or use what is known about it from an earlier request."""
         alone = None if known is None else known.alone
         if alone is None or alone.unsealed_bytes >= self._unsealed_room:
@@ -121,7 +130,7 @@ class Transcript:
             thoughts=tuple(self._thoughts),
             calls=tuple(self._calls),
             refs=tuple(self._refs),
-            unsealed_chars=UNSEALED_BYTES - self._unsealed_room,
+            unsealed_chars=MAX_UNSEALED_BYTES - self._unsealed_room,
             unsealed_bytes=self._unsealed_bytes,
         )
 
@@ -147,8 +156,8 @@ class Transcript:
 
     # ── messages ──────────────────────────────────────────────────────────
 
-    def message(self, item: Object, path: str) -> None:
-        shape = shaped(item, MessageItem, path)
+    def message(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, MessageItem, path)
         texts = list(self._parts(shape.content, f"{path}.content"))
         if shape.role == "assistant":
             self._answering = True
@@ -157,20 +166,20 @@ class Transcript:
         else:
             self.add(Message(role="user" if shape.role == "user" else "system", text=paragraphs(texts)))
 
-    def agent_message(self, item: Object, path: str) -> None:
+    def read_agent_message(self, item: JsonObject, path: str) -> None:
         """Read a message between Codex's agents. Codex assumes that the server encrypts these messages (a
         schema contains `encrypted`), and passes them on unread, as received. This node sends them in clear.
         They must be read, because a sub-agent gets its task in no other way.
         """
-        shape = shaped(item, AgentMessageItem, path)
+        shape = structure_at(item, AgentMessageItem, path)
         self.add(Message(role="user", text="".join(self._parts(shape.content, f"{path}.content"))))
 
-    def reasoning(self, item: Object, path: str) -> None:
+    def reasoning(self, item: JsonObject, path: str) -> None:
         """Read thinking: what this node sealed, else the raw thinking, else its summary. Content that another
         server sealed is not opened, only kept as a reference. An item with nothing else is no answer.
         """
-        shape = shaped(item, ReasoningItem, path)
-        ours = self._unsealed(shape.encrypted_content)
+        shape = structure_at(item, ReasoningItem, path)
+        ours = self._unseal_item(shape.encrypted_content)
         shown = paragraphs(self._parts(shape.content, f"{path}.content")) or paragraphs(
             self._parts(shape.summary, f"{path}.summary")
         )
@@ -184,11 +193,11 @@ class Transcript:
         self._thoughts.append(shown if ours is None else ours.thinking or shown)
         self._refs += (shape.id or "", (shape.encrypted_content or "") if ours is None else ours.signature)
 
-    def compaction(self, item: Object, path: str) -> None:
+    def compaction(self, item: JsonObject, path: str) -> None:
         """Read this node's own summary of the earlier conversation. The summary of another server cannot be
         read, so the conversation then begins after it.
         """
-        ours = self._unsealed(shaped(item, CompactionItem, path).encrypted_content)
+        ours = self._unseal_item(structure_at(item, CompactionItem, path).encrypted_content)
         if ours is None or ours.summary is None:
             self.ignored.append(path)
             self.notes.append(
@@ -197,7 +206,7 @@ class Transcript:
         else:
             self.add(Message(role="user", text=retold(ours.summary)))
 
-    def _unsealed(self, opaque: str | None) -> SealedContent | None:
+    def _unseal_item(self, opaque: str | None) -> SealedContent | None:
         """The content that this node sealed, as long as all sealed items of a request together have room."""
         found = unseal(opaque or "", most=self._unsealed_room)
         if found is not None:
@@ -207,31 +216,31 @@ class Transcript:
 
     # ── calls ─────────────────────────────────────────────────────────────────
 
-    def function_call(self, item: Object, path: str) -> None:
-        shape = shaped(item, FunctionCallItem, path)
+    def function_call(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, FunctionCallItem, path)
         arguments = shape.arguments if isinstance(shape.arguments, str) else compact(shape.arguments or {})
         self._call(full_name(shape.name, shape.namespace), arguments, shape.call_id, shape.id)
 
-    def custom_call(self, item: Object, path: str) -> None:
-        shape = shaped(item, CustomCallItem, path)
+    def read_custom_call(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, CustomCallItem, path)
         self._call(
             full_name(shape.name, shape.namespace), openai.arguments_of(shape.input), shape.call_id, shape.id
         )
 
-    def action_call(self, item: Object, path: str) -> None:
+    def read_action_call(self, item: JsonObject, path: str) -> None:
         """Read a call of `local_shell`, `shell` or `apply_patch` as the arguments that the model gave."""
-        shape = shaped(item, ActionCallItem, path)
+        shape = structure_at(item, ActionCallItem, path)
         name = str(item["type"]).removesuffix("_call")
         action = (shape.operation if name == "apply_patch" else shape.action) or {}
-        arguments: Object = {
+        arguments: JsonObject = {
             key: value
             for key, value in action.items()
             if value is not None and (key, value) not in (("type", "exec"), ("env", {}))
         }
         self._call(name, compact(arguments), shape.call_id or shape.id, shape.id)
 
-    def search_call(self, item: Object, path: str) -> None:
-        shape = shaped(item, SearchCallItem, path)
+    def read_search_call(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, SearchCallItem, path)
         if shape.execution == "server":
             self.ignored.append(path)
             return
@@ -245,13 +254,13 @@ class Transcript:
 
     # ── results ─────────────────────────────────────────────────────
 
-    def output(self, item: Object, path: str) -> None:
-        shape = shaped(item, OutputItem, path)
+    def output(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, OutputItem, path)
         text = (shape.status or "") if shape.output is None else self._result(shape.output, f"{path}.output")
         self.add(Message(role="tool", text=text, call_id=shape.call_id or shape.id or ""))
 
-    def search_output(self, item: Object, path: str) -> None:
-        shape = shaped(item, SearchOutputItem, path)
+    def read_search_output(self, item: JsonObject, path: str) -> None:
+        shape = structure_at(item, SearchOutputItem, path)
         if shape.execution == "server":
             self.ignored.append(path)
             return
@@ -259,28 +268,28 @@ class Transcript:
         self.add(
             Message(
                 role="tool",
-                text=f"{FOUND_TOOLS}\n{describe_tools(found)}" if found else FOUND_NONE,
+                text=f"{FOUND_TOOLS_TEXT}\n{describe_tools(found)}" if found else NO_TOOLS_FOUND_TEXT,
                 call_id=shape.call_id or "",
             )
         )
 
-    def additional_tools(self, item: Object, path: str) -> None:
+    def read_additional_tools(self, item: JsonObject, path: str) -> None:
         """Before the first message these are tools of the head, else a message at their place."""
-        tools = shaped(item, AdditionalToolsItem, path).tools or ()
+        tools = structure_at(item, AdditionalToolsItem, path).tools or ()
         if not self._answering and all(message.role == "system" for message in self.messages):
             self.head.read(tools, f"{path}.tools")
             return
         found = self._later(tools, path)
         if found:
-            self.add(Message(role="system", text=f"{NEW_TOOLS}\n{describe_tools(found)}"))
+            self.add(Message(role="system", text=f"{NEW_TOOLS_TEXT}\n{describe_tools(found)}"))
 
     def _later(self, tools: tuple[Json, ...], path: str) -> list[Tool]:
-        box = Toolbox(ignored=self.ignored, notes=self.notes)
+        box = ToolReader(ignored=self.ignored, notes=self.notes)
         box.read(tools, f"{path}.tools")
         self.later += box.tools
         return box.tools
 
-    def computer(self, item: Object, path: str) -> None:
+    def computer(self, item: JsonObject, path: str) -> None:
         """Refuse what was done on a screen, because the agent would go on without having seen it."""
         raise Refused(
             f"this model sees no screen, so a {item.get('type')} cannot be shown: leave out that tool",
@@ -290,14 +299,16 @@ class Transcript:
     def _result(self, output: Json, path: str) -> str:
         """A call's result in any format: text, parts, the streams of a shell, or any other JSON verbatim."""
         if isinstance(output, str):
-            return as_unseen(output)
+            return replace_media(output)
         if isinstance(output, list) and any(
             isinstance(part, dict) and ("stdout" in part or "stderr" in part) for part in output
         ):
-            return "\n".join(as_unseen(_streams(part)) for part in output)
+            return "\n".join(replace_media(_streams(part)) for part in output)
         if isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output):
-            return paragraphs(self._parts(shaped(output, tuple[PartShape, ...], path), path, of_tool=True))
-        return compact(json_as_unseen(output))
+            return paragraphs(
+                self._parts(structure_at(output, tuple[PartShape, ...], path), path, of_tool=True)
+            )
+        return compact(replace_json_media(output))
 
     def _parts(self, content: Content, path: str, *, of_tool: bool = False) -> Iterator[str]:
         if isinstance(content, str):
@@ -306,20 +317,20 @@ class Transcript:
         for index, part in enumerate(content or ()):
             if part.type in _NOT_TEXTS:
                 if not of_tool:
-                    raise Refused(str(not_text(part.type)), path=f"{path}[{index}]")
+                    raise Refused(str(non_text_error(part.type)), path=f"{path}[{index}]")
                 yield unseen(part.type)
                 continue
             text = _part_text(part)
-            if text is None and part.type not in _TEXTS:
+            if text is None and part.type not in _TEXT_TYPES:
                 self.ignored.append(f"{path}[{index}]")
             else:
-                yield as_unseen(text or "") if of_tool else text or ""
+                yield replace_media(text or "") if of_tool else text or ""
 
 
 def _part_text(part: PartShape) -> str | None:
     if part.type == "encrypted_content":
         text = part.encrypted_content
-        return None if text is None or _ENCRYPTED.fullmatch(text) else text
+        return None if text is None or _FERNET_TOKEN.fullmatch(text) else text
     return part.refusal if part.type == "refusal" else part.text
 
 
@@ -337,19 +348,19 @@ def _streams(part: Json) -> str:
     return paragraphs([*streams, f"[{ended}]"] if outcome is not None else streams)
 
 
-_READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
+_READERS: Final[dict[str, Callable[[Transcript, JsonObject, str], None]]] = {
     "message": Transcript.message,
-    "agent_message": Transcript.agent_message,
+    "agent_message": Transcript.read_agent_message,
     "reasoning": Transcript.reasoning,
     "compaction": Transcript.compaction,
     "compaction_summary": Transcript.compaction,
     "context_compaction": Transcript.compaction,
     "function_call": Transcript.function_call,
-    "custom_tool_call": Transcript.custom_call,
-    "local_shell_call": Transcript.action_call,
-    "shell_call": Transcript.action_call,
-    "apply_patch_call": Transcript.action_call,
-    "tool_search_call": Transcript.search_call,
+    "custom_tool_call": Transcript.read_custom_call,
+    "local_shell_call": Transcript.read_action_call,
+    "shell_call": Transcript.read_action_call,
+    "apply_patch_call": Transcript.read_action_call,
+    "tool_search_call": Transcript.read_search_call,
     "computer_call": Transcript.computer,
     "computer_call_output": Transcript.computer,
     "function_call_output": Transcript.output,
@@ -357,8 +368,8 @@ _READERS: Final[dict[str, Callable[[Transcript, Object, str], None]]] = {
     "local_shell_call_output": Transcript.output,
     "shell_call_output": Transcript.output,
     "apply_patch_call_output": Transcript.output,
-    "tool_search_output": Transcript.search_output,
-    "additional_tools": Transcript.additional_tools,
+    "tool_search_output": Transcript.read_search_output,
+    "additional_tools": Transcript.read_additional_tools,
 }
 
 
@@ -391,7 +402,7 @@ class KnownItem:
     alone: PlainContent | None
 
 
-def known_item(item: Object) -> KnownItem:
+def read_known_item(item: JsonObject) -> KnownItem:
     """What can be read from an item alone."""
     digest, alone = item_digest(item), Transcript()
     try:

@@ -32,21 +32,28 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.providers import openai
-from polarnode.providers.contract import STREAM_TYPE, TRIED_AGAIN, Fault, LastWords, ModelCallInfo, event
+from polarnode.providers.contract import (
+    RETRYABLE_FAULTS,
+    STREAM_TYPE,
+    Fault,
+    FinalBytes,
+    ModelCallInfo,
+    event,
+)
 from polarnode.providers.openai_responses.history import SealedContent, item_id, response_id, seal
-from polarnode.providers.openai_responses.shapes import Object
+from polarnode.providers.openai_responses.shapes import JsonObject
 
 # ── errors ────────────────────────────────────────────────────────────
 
 
-def in_stream(fault: Fault) -> Json:
+def stream_error(fault: Fault) -> Json:
     """The `error` of a `response.failed`. None for a fault after which a client should retry: its connection
     is broken without an event.
 
     `invalid_prompt` is the one code in this API's streams that is fatal to Codex and does not concern
     accounts or quotas.
     """
-    if fault.kind in TRIED_AGAIN:
+    if fault.kind in RETRYABLE_FAULTS:
         return None
     code = "context_length_exceeded" if fault.kind == "context_too_long" else "invalid_prompt"
     return {"code": code, "message": openai.message(fault)}
@@ -54,7 +61,7 @@ def in_stream(fault: Fault) -> Json:
 
 # ── output ────────────────────────────────────────────────────────────
 
-_LEAST_LOGPROB: Final = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
+_MIN_LOGPROB: Final = -9999.0  # OpenAI's value for minus infinity, which JSON does not have
 
 
 def usage_json(usage: Usage) -> Json:
@@ -74,9 +81,9 @@ def response_json(
     output: Sequence[Json],
     usage: Usage | None = None,
     error: Json = None,
-) -> Object:
+) -> JsonObject:
     """The `response` object."""
-    head: Object = {
+    head: JsonObject = {
         "id": response_id(call.id),
         "object": "response",
         "created_at": call.created,
@@ -87,7 +94,7 @@ def response_json(
         "output": list(output),
         "usage": None if usage is None else usage_json(usage),
     }
-    return head | cast(Object, call.request.extras.get("echo") or {})
+    return head | cast(JsonObject, call.request.extras.get("echo") or {})
 
 
 def status(call: ModelCallInfo, answer: Answer) -> str:
@@ -107,7 +114,7 @@ def output_json(call: ModelCallInfo, answer: Answer) -> list[Json]:
     if call.request.extras.get("compacts"):
         return [compaction_json(call, answer)]
     parts = [part for part in answer.parts if isinstance(part, ToolCall) or part.text]
-    logprobs = _shared_out(parts, answer.logprobs)
+    logprobs = _divide_logprobs(parts, answer.logprobs)
     ended = status(call, answer)
     return [
         _item(call, part, index, logprobs[index], ended if index == len(parts) - 1 else "completed")
@@ -129,7 +136,7 @@ def _item(call: ModelCallInfo, part: Part, index: int, logprobs: Sequence[TokenL
 
 def message_json(
     call: ModelCallInfo, text: str, index: int, *, logprobs: Sequence[Json], ended: str
-) -> Object:
+) -> JsonObject:
     part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     return {
         "id": item_id("msg", call.id, index, call.signature),
@@ -140,7 +147,7 @@ def message_json(
     }
 
 
-def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
+def reasoning_json(call: ModelCallInfo, text: str, index: int) -> JsonObject:
     """Thinking, as a summary (Codex shows and echoes it), and also sealed if the client asked for that. A
     sealed item always contains this node's signature, which distinguishes echoed answers with the same text.
     """
@@ -156,7 +163,7 @@ def reasoning_json(call: ModelCallInfo, text: str, index: int) -> Object:
     }
 
 
-def compaction_json(call: ModelCallInfo, answer: Answer) -> Object:
+def compaction_json(call: ModelCallInfo, answer: Answer) -> JsonObject:
     """The one item of a compaction."""
     sealed = seal(SealedContent(signature=call.signature, summary=answer.text))
     return {
@@ -169,11 +176,11 @@ def compaction_json(call: ModelCallInfo, answer: Answer) -> Object:
 # ── calls ─────────────────────────────────────────────────────────────────────
 
 
-def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
+def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> JsonObject:
     """A tool call in the format of its tool's kind."""
-    spelling = _spelling(call, made.name)
-    head: Object = {"status": "completed", "call_id": made.id}
-    name: Object = {"name": spelling.get("name", made.name)} | (
+    spelling = _tool_spelling(call, made.name)
+    head: JsonObject = {"status": "completed", "call_id": made.id}
+    name: JsonObject = {"name": spelling.get("name", made.name)} | (
         {"namespace": spelling["namespace"]} if "namespace" in spelling else {}
     )
     match spelling.get("kind"):
@@ -185,7 +192,7 @@ def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
                 | {"input": openai.text_of(made.arguments)}
             )
         case "local_shell" | "shell" | "apply_patch" | "tool_search" as kind:
-            of_kind = _by_kind(kind, made.arguments)
+            of_kind = _kind_fields(kind, made.arguments)
             if of_kind is not None:
                 prefix = {"local_shell": "lsh", "shell": "sh", "apply_patch": "apc", "tool_search": "tsc"}[
                     kind
@@ -203,7 +210,7 @@ def call_json(call: ModelCallInfo, made: ToolCall, index: int) -> Object:
     )
 
 
-def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
+def _tool_spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
     found = next((tool.spelling for tool in call.request.conversation.tools if tool.name == name), None)
     if found is not None:
         return found
@@ -212,16 +219,16 @@ def _spelling(call: ModelCallInfo, name: str) -> Mapping[str, Json]:
     return spelling if isinstance(spelling, dict) else {}
 
 
-def _by_kind(kind: str, arguments: str) -> Object | None:
+def _kind_fields(kind: str, arguments: str) -> JsonObject | None:
     """The fields of a call of this kind. None if the arguments do not fit them."""
-    value = openai.object_of(arguments)
+    value = openai.parse_arguments(arguments)
     if value is None:
         return None
     if kind == "tool_search":
         # The sampled text is inserted verbatim and unparsed, so that no number is rounded.
         return {"execution": "client", "arguments": cast(Json, orjson.Fragment(arguments or "{}"))}
     if kind == "local_shell":
-        action: Object = {"type": "exec", "env": {}}
+        action: JsonObject = {"type": "exec", "env": {}}
         return (
             {"action": action | value}
             if _strings(value.get("command")) and isinstance(value.get("env", {}), dict)
@@ -245,21 +252,21 @@ def _strings(value: Json) -> bool:
 
 def logprobs_json(logprobs: Sequence[TokenLogprob]) -> list[Json]:
     return [
-        _token(each.data, each.logprob)
-        | {"top_logprobs": [_token(other.data, other.logprob) for other in each.top]}
+        _token_json(each.data, each.logprob)
+        | {"top_logprobs": [_token_json(other.data, other.logprob) for other in each.top]}
         for each in logprobs
     ]
 
 
-def _token(data: bytes, logprob: float) -> Object:
+def _token_json(data: bytes, logprob: float) -> JsonObject:
     return {
         "token": data.decode(errors="replace"),
         "bytes": list(data),
-        "logprob": max(logprob, _LEAST_LOGPROB),
+        "logprob": max(logprob, _MIN_LOGPROB),
     }
 
 
-def _shared_out(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list[Sequence[TokenLogprob]]:
+def _divide_logprobs(parts: Sequence[Part], logprobs: Sequence[TokenLogprob]) -> list[Sequence[TokenLogprob]]:
     """Divide the tokens among the texts that they wrote, by the bytes to which they decode. The last text
     also gets the rest (the tokens of a stop string).
     """
@@ -285,20 +292,24 @@ def whole(call: ModelCallInfo, answer: Answer, usage: Usage) -> bytes:
     """A `response` body, or a `response.compaction` if the conversation was compacted."""
     sent = call.request.extras.get("sent")
     if isinstance(sent, list):
-        return dump_json(_compacted(call, sent, answer, usage))
+        return dump_json(_compaction_body(call, sent, answer, usage))
     return dump_json(
         response_json(call, status=status(call, answer), output=output_json(call, answer), usage=usage)
     )
 
 
-def _compacted(call: ModelCallInfo, sent: list[Json], answer: Answer, usage: Usage) -> Json:
+def _compaction_body(call: ModelCallInfo, sent: list[Json], answer: Answer, usage: Usage) -> Json:
     """The items that replace the conversation: every message of the user, verbatim, and the summary."""
     kept = [_user(call, item, index) for index, item in enumerate(sent) if isinstance(item, dict)]
-    head: Object = {"id": response_id(call.id), "object": "response.compaction", "created_at": call.created}
+    head: JsonObject = {
+        "id": response_id(call.id),
+        "object": "response.compaction",
+        "created_at": call.created,
+    }
     return head | {"output": [*kept, compaction_json(call, answer)], "usage": usage_json(usage)}
 
 
-def _user(call: ModelCallInfo, item: Object, index: int) -> Json:
+def _user(call: ModelCallInfo, item: JsonObject, index: int) -> Json:
     content = item.get("content")
     parts: Json = [{"type": "input_text", "text": content}] if isinstance(content, str) else content or []
     return {
@@ -345,7 +356,7 @@ class ResponseStream:
             case ThinkingDelta(text):
                 return self._thought(text) if text else b""
             case ToolCall():
-                return self._opening() + self._close() + self._called(delta)
+                return self._opening() + self._close() + self._write_call(delta)
             case _:
                 assert_never(delta)
 
@@ -363,17 +374,17 @@ class ResponseStream:
         response = response_json(self.call, status=ended, output=self.items, usage=usage)
         return last + self._event(f"response.{ended}", response=response)
 
-    def failed(self, fault: Fault) -> LastWords | None:
+    def failed(self, fault: Fault) -> FinalBytes | None:
         """Break the connection for a fault that can be retried: Codex, Pi and all others then repeat the
         request, while Pi ends its run on any error event. Other faults (the session is over, the context is
         too long) are reported by `response.failed`, on which clients stop or compact. Codex does so at the
         end of the stream, and forgets that event if the connection breaks.
         """
-        error = in_stream(fault)
+        error = stream_error(fault)
         if error is None:
             return None
         response = response_json(self.call, status="failed", output=self.items, error=error)
-        return LastWords(self._opening() + self._event("response.failed", response=response))
+        return FinalBytes(self._opening() + self._event("response.failed", response=response))
 
     # ── text and thinking ─────────────────────────────────────────────────────
 
@@ -383,14 +394,14 @@ class ResponseStream:
         item.text += text
         item.logprobs += logprobs
         entries = logprobs_json(logprobs)
-        return begun + self._of_item(
+        return begun + self._item_event(
             "response.output_text.delta", "msg", item.index, content_index=0, delta=text, logprobs=entries
         )
 
     def _thought(self, text: str) -> bytes:
         begun = self._within(ThinkingDelta)
         self._current.text += text
-        return begun + self._of_item(
+        return begun + self._item_event(
             "response.reasoning_summary_text.delta", "rs", self._current.index, summary_index=0, delta=text
         )
 
@@ -413,7 +424,7 @@ class ResponseStream:
         if item.kind is TextDelta:
             entries = logprobs_json(item.logprobs)
             return (
-                self._of_item(
+                self._item_event(
                     "response.output_text.done",
                     "msg",
                     item.index,
@@ -425,7 +436,7 @@ class ResponseStream:
                 + self._done(message_json(self.call, item.text, item.index, logprobs=entries, ended=ended))
             )
         return (
-            self._of_item(
+            self._item_event(
                 "response.reasoning_summary_text.done", "rs", item.index, summary_index=0, text=item.text
             )
             + self._summary("response.reasoning_summary_part.done", item.index, item.text)
@@ -440,14 +451,16 @@ class ResponseStream:
 
     def _part(self, kind: str, index: int, text: str, logprobs: list[Json]) -> bytes:
         part: Json = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        return self._of_item(kind, "msg", index, content_index=0, part=part)
+        return self._item_event(kind, "msg", index, content_index=0, part=part)
 
     def _summary(self, kind: str, index: int, text: str) -> bytes:
-        return self._of_item(kind, "rs", index, summary_index=0, part={"type": "summary_text", "text": text})
+        return self._item_event(
+            kind, "rs", index, summary_index=0, part={"type": "summary_text", "text": text}
+        )
 
     # ── calls ─────────────────────────────────────────────────────────────────
 
-    def _called(self, made: ToolCall) -> bytes:
+    def _write_call(self, made: ToolCall) -> bytes:
         """A whole call at once: the item is opened empty, its input follows as one delta if its kind has such
         events, and then it is done.
         """
@@ -466,8 +479,8 @@ class ResponseStream:
                 begun, arguments = self._added(started), b""
         return begun + arguments + self._done(item)
 
-    def _argument_events(self, kind: str, item: Object, name: str, more: Object) -> bytes:
-        place: Object = {"item_id": item["id"], "output_index": len(self.items)}
+    def _argument_events(self, kind: str, item: JsonObject, name: str, more: JsonObject) -> bytes:
+        place: JsonObject = {"item_id": item["id"], "output_index": len(self.items)}
         return self._event(f"{kind}.delta", **place, delta=item[name]) + self._event(
             f"{kind}.done", **place | more | {name: item[name]}
         )
@@ -494,7 +507,7 @@ class ResponseStream:
         self.items.append(item)
         return self._event("response.output_item.done", output_index=index, item=item)
 
-    def _of_item(self, kind: str, prefix: str, index: int, **fields: Json) -> bytes:
+    def _item_event(self, kind: str, prefix: str, index: int, **fields: Json) -> bytes:
         return self._event(
             kind,
             item_id=item_id(prefix, self.call.id, index, self.call.signature),

@@ -15,8 +15,8 @@ from attrs import define, field, frozen
 
 from polarnode.core.conversation import TokenLogprob
 from polarnode.tokens.families import CallSyntax
-from polarnode.tokens.syntax.tag_calls import QUOTE, VALUE_TAGS, ValueTags
-from polarnode.tokens.tool_calls import SPACE, ReadCall, Region, Spot
+from polarnode.tokens.syntax.tag_calls import QUOTE_MARK, VALUE_TAGS, ValueTags
+from polarnode.tokens.tool_calls import SPACE, HeldRegion, ReadCall, RegionExtent
 
 # data: the call is not finished. decides: the call ends here, whether it can be read or not. whole: the call
 # may end here, unless a later mark takes precedence.
@@ -26,11 +26,11 @@ CloseKind = Literal["data", "decides", "whole"]
 # reading costs up to the length of the call. A file about this very syntax holds some dozens of unbalanced
 # closing tags.
 READINGS: Final = 64
-_STRING: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_STRING_PATTERN: Final = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
 
 @define(eq=False)
-class Strings:
+class StringTracker:
     """Whether a text, read piece by piece, ends inside a JSON string."""
 
     open: bool = False
@@ -48,7 +48,7 @@ class Strings:
                     return
                 self.open, at = True, quote + 1
                 continue
-            found = _STRING.match(text, at)
+            found = _STRING_PATTERN.match(text, at)
             at = len(text) if found is None else found.end()
             if at < len(text):  # Here is a quote, or the backslash that is the last letter of the text.
                 self.open, self._escape = text[at] != '"', text[at] == "\\"
@@ -61,7 +61,7 @@ class Close:
     again, up to and including it.
     """
 
-    spot: Spot
+    spot: RegionExtent
     kept: int
     text: str
     logprobs: tuple[TokenLogprob, ...]
@@ -79,16 +79,16 @@ class CallEnds:
     first: Close | None = field(default=None, init=False)
     whole: Close | None = field(default=None, init=False)
     read: tuple[ReadCall, ...] = field(default=(), init=False)  # the calls up to `whole`
-    _strings: Strings = field(factory=Strings, init=False)
-    _scanned: Spot = field(default=Spot(0, 0, 0, 0), init=False)
+    _strings: StringTracker = field(factory=StringTracker, init=False)
+    _scanned: RegionExtent = field(default=RegionExtent(0, 0, 0, 0), init=False)
     _open_values: int = field(default=0, init=False)
 
-    def kind(self, region: Region, read: Callable[[], tuple[ReadCall, ...] | None]) -> CloseKind:
+    def kind(self, region: HeldRegion, read: Callable[[], tuple[ReadCall, ...] | None]) -> CloseKind:
         """What a closing mark after the region means. `read` reads the calls of the region."""
         pieces, self._scanned = region.since(self._scanned), region.spot
         tags = VALUE_TAGS.get(self.syntax)
         if tags is None:
-            self._scan(pieces)
+            self._scan_pieces(pieces)
             return "data" if self._strings.open else "decides"
         if not self._may_be_whole(pieces, tags) or self.readings >= READINGS:
             return "data"
@@ -102,11 +102,11 @@ class CallEnds:
         self.first = self.first or close
         self.whole = close if whole else self.whole
 
-    def _scan(self, pieces: Sequence[tuple[str, bool]]) -> None:
+    def _scan_pieces(self, pieces: Sequence[tuple[str, bool]]) -> None:
         for piece, mark in pieces:
             if self.syntax != "braces":
                 self._strings.read(piece)
-            elif mark and piece == QUOTE:
+            elif mark and piece == QUOTE_MARK:
                 self._strings.open = not self._strings.open
 
     def _may_be_whole(self, pieces: Sequence[tuple[str, bool]], tags: ValueTags) -> bool:

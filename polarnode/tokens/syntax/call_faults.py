@@ -9,18 +9,18 @@ from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.tool_calls import CallBody, read_value
 
 _NAMES: Final = {"bare_json": "name and parameters", "json": "name and arguments"}
-_TAGS: Final = {
+_SYNTAX_TAGS: Final = {
     "function_xml": ("<function=", r"<parameter=([^<>\n]*)>", "</parameter>", "</function>"),
     "invoke_xml": ('<invoke name="', r'<parameter name="([^<>\n]*)">', "</parameter>", "</invoke>"),
     "arg_xml": ("", r"<arg_key>([^<>\n]*)</arg_key>", "</arg_value>", ""),
 }
-UNENDED: Final = "it has no closing tag"
+NO_CLOSING_TAG: Final = "it has no closing tag"
 
 
 def fault_of(body: CallBody, syntax: CallSyntax) -> str:
     """The first thing that is wrong in a body that its reader refused."""
-    if syntax in _TAGS:
-        return _fault_of_tags(body.text, *_TAGS[syntax])
+    if syntax in _SYNTAX_TAGS:
+        return _describe_tag_fault(body.text, *_SYNTAX_TAGS[syntax])
     if syntax == "braces":
         return "it is no call:name{...} with values of this syntax"
     text = body.text
@@ -28,7 +28,7 @@ def fault_of(body: CallBody, syntax: CallSyntax) -> str:
         head, found, text = text.partition(body.separator)
         if not found:
             return "it has no separator between its name and its arguments"
-        if syntax == "numbered" and _fault_of_json(text) is None:
+        if syntax == "numbered" and _describe_json_fault(text) is None:
             return f"{head.strip()[:60]!r} is no id of the form functions.name:number"
     if syntax == "fenced":
         fence = re.fullmatch(r"[^\n]*\n```json\n(.*)\n```\s*", text, re.DOTALL)
@@ -37,10 +37,10 @@ def fault_of(body: CallBody, syntax: CallSyntax) -> str:
         text = fence[1]
     if syntax == "harmony":
         text = text.rpartition("<|message|>")[2]
-    return _fault_of_json(text) or f"it is no object of exactly {_NAMES.get(syntax, 'its arguments')}"
+    return _describe_json_fault(text) or f"it is no object of exactly {_NAMES.get(syntax, 'its arguments')}"
 
 
-def _fault_of_json(text: str) -> str | None:
+def _describe_json_fault(text: str) -> str | None:
     try:
         value = read_value(text)
     except json.JSONDecodeError as error:
@@ -50,7 +50,7 @@ def _fault_of_json(text: str) -> str | None:
     return None if isinstance(value, dict) else "it is no JSON object"
 
 
-def _fault_of_tags(text: str, opening: str, key: str, closing: str, ending: str) -> str:
+def _describe_tag_fault(text: str, opening: str, key: str, closing: str, ending: str) -> str:
     if opening and not text.lstrip().startswith(opening):
         return f"it does not begin with {opening}"
     if ending and not text.rstrip().endswith(ending):

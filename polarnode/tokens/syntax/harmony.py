@@ -13,16 +13,18 @@ from attrs import frozen
 from polarnode.core.conversation import Tool
 from polarnode.tokens.tool_calls import SPACE, CallBody, Cursor, ReadCall, read_object
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-_ROLE: Final = "assistant"
+START, CHANNEL_MARK, MESSAGE_MARK, CONSTRAIN_MARK = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ASSISTANT_ROLE: Final = "assistant"
 _CHANNELS: Final = ("analysis", "commentary", "final")
-_TO: Final = "to="
+_RECIPIENT_PREFIX: Final = "to="
 # The limit in letters on an unfinished header. OpenAI's longest name is 64, and a growing header is read
 # again each time.
 _LONGEST: Final = 500
-_PEOPLE: Final = frozenset(("user", "assistant"))  # recipients that are no tools
-_BEGINNINGS: Final = tuple(
-    f"{start}{CHANNEL}{channel}{MESSAGE}" for start in ("", START + _ROLE) for channel in _CHANNELS
+_USER_RECIPIENTS: Final = frozenset(("user", "assistant"))  # recipients that are no tools
+_MESSAGE_BEGINNINGS: Final = tuple(
+    f"{start}{CHANNEL_MARK}{channel}{MESSAGE_MARK}"
+    for start in ("", START + _ASSISTANT_ROLE)
+    for channel in _CHANNELS
 )
 
 
@@ -59,33 +61,33 @@ def may_be_header(body: CallBody) -> bool:
     recipient.
     """
     text, started = body.text, body.has(START, 0)
-    if len(text) > _LONGEST or body.find(CHANNEL, 0) >= 0:
+    if len(text) > _LONGEST or body.find(CHANNEL_MARK, 0) >= 0:
         return len(text) <= _LONGEST
-    if started and not text.startswith(START + _ROLE):
-        return (START + _ROLE).startswith(text)
-    words = (text.removeprefix(START + _ROLE) if started else text).strip(SPACE)
-    return words.startswith(_TO) or _TO.startswith(words)
+    if started and not text.startswith(START + _ASSISTANT_ROLE):
+        return (START + _ASSISTANT_ROLE).startswith(text)
+    words = (text.removeprefix(START + _ASSISTANT_ROLE) if started else text).strip(SPACE)
+    return words.startswith(_RECIPIENT_PREFIX) or _RECIPIENT_PREFIX.startswith(words)
 
 
 def is_message_start(text: str) -> bool:
     """Whether a header that was cut is only the beginning of a message to the user."""
-    return any(beginning.startswith(text) for beginning in _BEGINNINGS)
+    return any(beginning.startswith(text) for beginning in _MESSAGE_BEGINNINGS)
 
 
-def speaks_to(text: str) -> bool:
+def names_recipient(text: str) -> bool:
     """Whether a header names a recipient."""
-    return _TO in text
+    return _RECIPIENT_PREFIX in text
 
 
 def _header(cursor: Cursor) -> Header | None:
-    body, text = cursor.body, cursor.until(MESSAGE)
-    if text is None or (body.has(START, 0) and not text.startswith(START + _ROLE)):
+    body, text = cursor.body, cursor.until(MESSAGE_MARK)
+    if text is None or (body.has(START, 0) and not text.startswith(START + _ASSISTANT_ROLE)):
         return None
-    constrained, channel_at = (_place(body, tag, len(text)) for tag in (CONSTRAIN, CHANNEL))
-    head = text[: min(constrained, channel_at)].removeprefix(START + _ROLE).split()
-    channel, *words = text[channel_at + len(CHANNEL) : constrained].split() or ("",)
-    kind = text[constrained + len(CONSTRAIN) :].split()
-    to = [word for word in (*head, *words) if word.startswith(_TO)]
+    constrained, channel_at = (_place(body, tag, len(text)) for tag in (CONSTRAIN_MARK, CHANNEL_MARK))
+    head = text[: min(constrained, channel_at)].removeprefix(START + _ASSISTANT_ROLE).split()
+    channel, *words = text[channel_at + len(CHANNEL_MARK) : constrained].split() or ("",)
+    kind = text[constrained + len(CONSTRAIN_MARK) :].split()
+    to = [word for word in (*head, *words) if word.startswith(_RECIPIENT_PREFIX)]
     kinds = [*(word for word in words if word not in to), *kind]
     if (
         channel not in ("", *_CHANNELS)
@@ -95,11 +97,11 @@ def _header(cursor: Cursor) -> Header | None:
         or constrained < channel_at < len(text)
     ):
         return None
-    return _message(to[0].removeprefix(_TO) if to else "user", channel)
+    return _message(to[0].removeprefix(_RECIPIENT_PREFIX) if to else "user", channel)
 
 
 def _message(recipient: str, channel: str) -> Header | None:
-    if recipient in _PEOPLE:
+    if recipient in _USER_RECIPIENTS:
         return Header("thinking" if channel == "analysis" else "text")
     name = recipient.removeprefix("functions.")
     return Header("call", name, channel == "final") if name else None

@@ -7,7 +7,8 @@
   the model's own, and the result is shown under it. The number counts through the whole conversation, so it
   is not the place of the call in its answer.
 - `bare_json` (Llama 3): an answer without marks that is one object of `name` and `parameters`, or several
-  with semicolons between them. Only its end decides, so it is held back as long as it may be a call. `Begun`
+  with semicolons between them. Only its end decides, so it is held back as long as it may be a call.
+  `BareCallScanner`
   gives up at the first letter that no call has, so that an answer that merely is JSON is streamed.
 """
 
@@ -44,7 +45,7 @@ def read_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | N
 
 # ── fenced ────────────────────────────────────────────────────────────────────────────────────────
 
-_OPEN: Final = "\n```json\n"
+_FENCE_OPEN: Final = "\n```json\n"
 _CLOSE: Final = "\n```"
 
 
@@ -52,7 +53,7 @@ def read_fenced(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] |
     """The call between the marks of a call. None if it is malformed."""
     cursor = Cursor(body)
     kind = cursor.until(body.separator)
-    name = cursor.until(_OPEN)
+    name = cursor.until(_FENCE_OPEN)
     if kind is None or kind.strip(SPACE) != "function" or name is None or not is_name(name):
         return None
     written = cursor.rest.rstrip(SPACE)
@@ -103,8 +104,8 @@ def read_numbered(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...]
 
 _ARGUMENTS: Final = ("parameters", "arguments")
 # Llama is shown tools with `"type": "function"`, and sometimes repeats it in a call.
-_KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
-_LONGEST_KEY: Final = max(map(len, _KEYS))
+_CALL_KEYS: Final = frozenset(("type", "name", *_ARGUMENTS))
+_MAX_KEY_CHARS: Final = max(map(len, _CALL_KEYS))
 
 
 def read_bare_json(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] | None:
@@ -130,11 +131,11 @@ def _call(value: dict[str, Json], text: str) -> ReadCall | None:
     if not isinstance(name, str) or not name or len(keys) != 1 or value.get("type", "function") != "function":
         return None
     arguments = arguments_of(value, text, keys[0])
-    return None if arguments is None or not value.keys() <= _KEYS else ReadCall(name, arguments)
+    return None if arguments is None or not value.keys() <= _CALL_KEYS else ReadCall(name, arguments)
 
 
 @define(eq=False)
-class Begun:
+class BareCallScanner:
     """Whether a text, read piece by piece, may still become such an answer."""
 
     _keys: set[str] = field(factory=set, init=False)
@@ -152,9 +153,9 @@ class Begun:
 
     def goes_on(self, text: str) -> bool:
         """Read more text. Returns whether it may still be a call."""
-        return all(self._quoted(letter) if self._string else self._plain(letter) for letter in text)
+        return all(self._read_quoted(letter) if self._string else self._plain(letter) for letter in text)
 
-    def _quoted(self, letter: str) -> bool:
+    def _read_quoted(self, letter: str) -> bool:
         if self._escaped or letter == "\\":
             self._escaped = not self._escaped
             return self._key is None  # No key of a call is written with an escape.
@@ -162,12 +163,12 @@ class Begun:
             self._key = None if self._key is None else self._key + letter
             # A longer key is not that of a call. It is not kept, because adding letters to it would take
             # quadratic time.
-            return self._key is None or len(self._key) <= _LONGEST_KEY
+            return self._key is None or len(self._key) <= _MAX_KEY_CHARS
         self._string = False
         if self._key is None:
             return True
         self._keys.add(self._key)
-        is_key, self._key, self._between = self._key in _KEYS, None, "colon"
+        is_key, self._key, self._between = self._key in _CALL_KEYS, None, "colon"
         return is_key
 
     def _plain(self, letter: str) -> bool:

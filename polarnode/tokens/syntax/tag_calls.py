@@ -32,7 +32,7 @@ from polarnode.core.conversation import Json, Tool
 from polarnode.tokens.families import CallSyntax
 from polarnode.tokens.tool_calls import SPACE, CallBody, Cursor, ReadCall, read_value
 
-_ALIASES: Final = {
+_TYPE_ALIASES: Final = {
     "str": "string",
     "int": "integer",
     "float": "number",
@@ -41,8 +41,8 @@ _ALIASES: Final = {
     "list": "array",
 }
 # Qwen3-Coder's own template writes booleans and null like this.
-_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
-_SCHEMA_DEPTH: Final = (
+_PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_MAX_SCHEMA_DEPTH: Final = (
     32  # nested branches of a schema: no tool has so many, and Python's stack must hold them
 )
 
@@ -56,7 +56,7 @@ def arguments_json(
     `untyped`: if the type of a parameter is not known, its value is read as JSON when it is valid JSON,
     because the model's template writes it as JSON.
     """
-    schemas = _Schemas(next((tool.parameters for tool in tools if tool.name == name), {}))
+    schemas = _ParameterSchemas(next((tool.parameters for tool in tools if tool.name == name), {}))
     found: dict[str, str] = {}
     for key, text in pairs:
         if key in found:
@@ -82,7 +82,7 @@ def _typed_value(text: str, kinds: Sequence[str], untyped: bool) -> str:
 
 def _fits(text: str, kind: str) -> str | None:
     text = text.strip(SPACE)
-    text = _PYTHON.get(text, text)
+    text = _PYTHON_WORDS.get(text, text)
     found = _kind(text)
     if found == kind or (kind == "number" and found == "integer") or (kind == "integer" and found == "whole"):
         return text
@@ -122,21 +122,21 @@ def _json_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-class _Schemas:
+class _ParameterSchemas:
     """The parameters of a tool, looked up one by one. References are followed within the tool's own schema,
     each once per look-up.
     """
 
     def __init__(self, root: Mapping[str, Json]) -> None:
         self._root = root
-        self._properties = self._of(dict(root), 0, set())
+        self._properties = self._properties_of(dict(root), 0, set())
 
     def kinds(self, key: str) -> tuple[str, ...]:
         """The kinds of value that a parameter may have, in the order of the schema; empty if unknown."""
         schema = self._properties.get(key, self._root.get("additionalProperties"))
         return tuple(dict.fromkeys(self._kinds(schema, 0, set())))
 
-    def _of(self, schema: Json, depth: int, seen: set[str]) -> dict[str, Json]:
+    def _properties_of(self, schema: Json, depth: int, seen: set[str]) -> dict[str, Json]:
         """The properties of a schema, or those of its branches if it has none itself."""
         found = self._resolved(schema, seen)
         properties = found.get("properties")
@@ -144,7 +144,7 @@ class _Schemas:
             return properties
         merged: dict[str, Json] = {}
         for branch in self._branches(found, depth):
-            merged = self._of(branch, depth + 1, seen) | merged
+            merged = self._properties_of(branch, depth + 1, seen) | merged
         return merged
 
     def _kinds(self, schema: Json, depth: int, seen: set[str]) -> list[str]:
@@ -153,7 +153,7 @@ class _Schemas:
         values = found.get("enum", [found["const"]] if "const" in found else None)
         if isinstance(declared, str | list):
             return [
-                _normal(kind)
+                _normal_type(kind)
                 for kind in ([declared] if isinstance(declared, str) else declared)
                 if isinstance(kind, str)
             ]
@@ -164,7 +164,9 @@ class _Schemas:
         return ["object"] if "properties" in found else ["array"] if "items" in found else []
 
     def _branches(self, schema: Mapping[str, Json], depth: int) -> list[Json]:
-        lists = [schema.get(word) for word in ("anyOf", "oneOf", "allOf")] if depth < _SCHEMA_DEPTH else []
+        lists = (
+            [schema.get(word) for word in ("anyOf", "oneOf", "allOf")] if depth < _MAX_SCHEMA_DEPTH else []
+        )
         return [branch for branches in lists if isinstance(branches, list) for branch in branches]
 
     def _resolved(self, schema: Json, seen: set[str]) -> Mapping[str, Json]:
@@ -182,15 +184,15 @@ class _Schemas:
         return found
 
 
-def _normal(kind: str) -> str:
-    return _ALIASES.get(kind.lower(), kind.lower())
+def _normal_type(kind: str) -> str:
+    return _TYPE_ALIASES.get(kind.lower(), kind.lower())
 
 
 # ── shared by tag syntaxes ────────────────────────────────────────────────────────────────────────
 
 
 @frozen(kw_only=True)
-class Tags:
+class SyntaxTags:
     """The tags of a syntax. Each consists of the text before a name, the text that ends the name, and the
     closing tag. `value` extracts the value from the text between tags.
     """
@@ -217,7 +219,7 @@ def _opened(tag: tuple[str, str, str]) -> Pattern[str]:
     return re.compile(re.escape(tag[0]) + r'[^<>"\n]*' + re.escape(tag[1]))
 
 
-def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[ReadCall, ...] | None:
+def read_tagged(body: CallBody, tools: Sequence[Tool], tags: SyntaxTags) -> tuple[ReadCall, ...] | None:
     """All calls of a body, at least one. None if anything in it is malformed."""
     cursor, calls = Cursor(body), []
     cursor.skip()
@@ -230,7 +232,7 @@ def read_tagged(body: CallBody, tools: Sequence[Tool], tags: Tags) -> tuple[Read
     return tuple(calls) or None
 
 
-def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
+def _call(cursor: Cursor, tools: Sequence[Tool], tags: SyntaxTags) -> ReadCall | None:
     opening, ending, closing = tags.call
     name = cursor.until(ending) if cursor.take(opening) else None
     if name is None or not is_name(name):
@@ -238,7 +240,7 @@ def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
     pairs = []
     cursor.skip()
     while not cursor.take(closing):
-        pair = _parameter(cursor, tags)
+        pair = _read_parameter(cursor, tags)
         if pair is None:
             return None
         pairs.append(pair)
@@ -248,7 +250,7 @@ def _call(cursor: Cursor, tools: Sequence[Tool], tags: Tags) -> ReadCall | None:
     return None if arguments is None else ReadCall(name, arguments)
 
 
-def _parameter(cursor: Cursor, tags: Tags) -> tuple[str, str] | None:
+def _read_parameter(cursor: Cursor, tags: SyntaxTags) -> tuple[str, str] | None:
     opening, ending, closing = tags.parameter
     key = cursor.until(ending) if cursor.take(opening) else None
     if key is None or not is_name(key):
@@ -262,7 +264,7 @@ def _parameter(cursor: Cursor, tags: Tags) -> tuple[str, str] | None:
     return None if text is None else (key, tags.value(text))
 
 
-def _ends_parameter(body: CallBody, at: int, tags: Tags) -> bool:
+def _ends_parameter(body: CallBody, at: int, tags: SyntaxTags) -> bool:
     """Whether a parameter can end here, before the next one or the end of the call."""
     cursor = Cursor(body, at)
     cursor.skip()
@@ -354,7 +356,7 @@ def _count(body: CallBody, tag: str, start: int, end: int) -> int:
 
 # ── function xml ──────────────────────────────────────────────────────────────────────────────────
 
-_FUNCTION_TAGS: Final = Tags(
+_FUNCTION_TAGS: Final = SyntaxTags(
     call=("<function=", ">", "</function>"),
     parameter=("<parameter=", ">", "</parameter>"),
     value=lambda text: text.removeprefix("\n").removesuffix("\n"),
@@ -368,7 +370,7 @@ def read_function_xml(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, 
 
 # ── invoke xml ────────────────────────────────────────────────────────────────────────────────────
 
-_INVOKE_TAGS: Final = Tags(
+_INVOKE_TAGS: Final = SyntaxTags(
     call=('<invoke name="', '">', "</invoke>"),
     parameter=('<parameter name="', '">', "</parameter>"),
     value=str,
@@ -405,7 +407,7 @@ VALUE_TAGS: Final[Mapping[CallSyntax, ValueTags]] = {
 
 # ── braces ────────────────────────────────────────────────────────────────────────────────────────
 
-QUOTE: Final = '<|"|>'
+QUOTE_MARK: Final = '<|"|>'
 # Gemma 4's first templates write Python's None for null.
 _WORDS: Final = {"true": "true", "false": "false", "null": "null", "None": "null"}
 # The levels of nesting accepted: far more than any tool needs, and far fewer than Python's stack allows.
@@ -430,7 +432,7 @@ def read_braces(body: CallBody, tools: Sequence[Tool]) -> tuple[ReadCall, ...] |
 def _value(cursor: Cursor, depth: int) -> str:
     if depth > _DEEP:
         raise ValueError("nested too deeply")
-    if cursor.take(QUOTE):
+    if cursor.take(QUOTE_MARK):
         return _string(cursor)
     if cursor.take("{"):
         return _object(cursor, depth)
@@ -476,7 +478,7 @@ def _members(cursor: Cursor, closing: str, member: Callable[[], None]) -> None:
 
 
 def _key(cursor: Cursor) -> str:
-    if cursor.take(QUOTE):
+    if cursor.take(QUOTE_MARK):
         key = _string(cursor)
         if not cursor.take(":"):
             raise ValueError("a key without a value")
@@ -488,7 +490,7 @@ def _key(cursor: Cursor) -> str:
 
 
 def _string(cursor: Cursor) -> str:
-    text = cursor.until(QUOTE)
+    text = cursor.until(QUOTE_MARK)
     if text is None:
         raise ValueError("a string without an end")
     return json.dumps(text, ensure_ascii=False)

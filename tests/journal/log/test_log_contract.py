@@ -8,19 +8,19 @@ from typing import Any, cast
 import pytest
 import trio
 from journal_samples import make_spec, make_trajectory
-from log_kit import NOW, claim, die, end, join, keys, open_postgres, open_sqlite, submit
+from log_kit import NOW, claim, end, expire_node, join, keys, open_postgres, open_sqlite, submit
 from memory_log import MemoryLog
 
 from polarnode.core.codec.json import read_json
 from polarnode.core.cursors import Cursor
 from polarnode.core.errors import Conflict, Refused
 from polarnode.core.status import RewardEvent
-from polarnode.core.task import CAPTURE, EvaluationSpec, ForkSpec, GroupSpec, HarnessSpec
+from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, ForkSpec, GroupSpec, HarnessSpec
 from polarnode.core.trajectory import ForkedFrom, Outcome
-from polarnode.journal.log.port import FILLED, Log, NodeFacts, Offer, whole_session
+from polarnode.journal.log.port import FILLED_ANSWERS, ClaimOffer, Log, NodeFacts, pack_whole_session
 from polarnode.journal.log.postgres.postgres import PostgresLog
 from polarnode.journal.pending_callbacks import CallbackCounts
-from polarnode.journal.values import Filters, Retention
+from polarnode.journal.values import EventFilters, RetentionLimits
 
 WEEK = 7 * 24 * 3600.0
 
@@ -119,17 +119,17 @@ async def test_claim_in_order(places: Log) -> None:
     await submit(places, "urgent", priority=90)
     first = await claim(places, node, 2)
     assert [each.session_id for each in first] == ["urgent-0", "old-0"]
-    second = await places.claim(Offer(incarnation=node, room=1, images=("other",)))
+    second = await places.claim(ClaimOffer(incarnation=node, room=1, images=("other",)))
     assert [each.session_id for each in second] == ["old-1"], "what runs here goes before an older task"
 
 
 async def test_claim_begun_tasks_only(places: Log) -> None:
     node = await join(places)
     await submit(places, "a", num_samples=3)
-    assert not await places.claim(Offer(incarnation=node, room=9, begun_only=True))
+    assert not await places.claim(ClaimOffer(incarnation=node, room=9, begun_only=True))
     await claim(places, node, 1)
     await submit(places, "urgent", priority=90)
-    rest = await places.claim(Offer(incarnation=node, room=9, begun_only=True))
+    rest = await places.claim(ClaimOffer(incarnation=node, room=9, begun_only=True))
     assert [each.session_id for each in rest] == ["a-1", "a-2"]
 
 
@@ -137,7 +137,7 @@ async def test_claim_prefers_prepared_images(places: Log) -> None:
     node = await join(places)
     await submit(places, "a")
     await submit(places, "b", runtime=make_spec().runtime.__class__(image="special"))
-    found = await places.claim(Offer(incarnation=node, room=1, images=("special",)))
+    found = await places.claim(ClaimOffer(incarnation=node, room=1, images=("special",)))
     assert [each.task_id for each in found] == ["b"]
 
 
@@ -159,7 +159,7 @@ async def test_submit_same_key_at_once(log: Log) -> None:
 
 async def test_capture_takes_place_by_name(places: Log) -> None:
     node = await join(places)
-    await submit(places, "t", num_samples=2, harness=HarnessSpec(name=CAPTURE))
+    await submit(places, "t", num_samples=2, harness=HarnessSpec(name=CAPTURE_HARNESS))
     assert not await claim(places, node), "its callers run its sessions"
     taken = await places.take_place("t", 1, node)
     assert taken is not None
@@ -167,7 +167,7 @@ async def test_capture_takes_place_by_name(places: Log) -> None:
     assert await places.take_place("t", 1, node) is None, "it is taken"
     assert await places.take_place("t", 2, node) is None
     assert await places.take_place("u", 0, node) is None
-    assert await places.finish(taken, end(taken)) in FILLED
+    assert await places.finish_claim(taken, end(taken)) in FILLED_ANSWERS
     assert await places.cancel("t", NOW)
     assert [each.session_id for each in await places.claim_endings(node, 10)] == ["t-0"]
 
@@ -186,8 +186,8 @@ async def test_finish_whole_group(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", num_samples=2, group_id="g")
     one, two = await claim(log, node)
-    assert await log.finish(one, end(one)) in FILLED
-    assert await log.finish(two, end(two, reward=0.0, finished=NOW + 5)) in FILLED
+    assert await log.finish_claim(one, end(one)) in FILLED_ANSWERS
+    assert await log.finish_claim(two, end(two, reward=0.0, finished=NOW + 5)) in FILLED_ANSWERS
     assert await keys(log) == ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"]
     page = (await log.events(Cursor())).page
     whole, group, task = (read_json(page.events[index].body) for index in (0, 2, 3))
@@ -213,8 +213,8 @@ async def test_finish_after_lost_answer(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    assert await log.finish(held, end(held)) in FILLED
-    assert await log.finish(held, end(held)) == "already"
+    assert await log.finish_claim(held, end(held)) in FILLED_ANSWERS
+    assert await log.finish_claim(held, end(held)) == "already"
     assert await keys(log) == ["trajectory:t-0", "group:t", "task:t"]
 
 
@@ -222,8 +222,8 @@ async def test_finish_unknown_task(places: Log) -> None:
     node = await join(places)
     await submit(places, "t")
     (held,) = await claim(places, node)
-    stray = whole_session(make_trajectory("x", task_id="gone"), finished=NOW)
-    assert await places.finish(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
+    stray = pack_whole_session(make_trajectory("x", task_id="gone"), finished=NOW)
+    assert await places.finish_claim(type(held)(**{**_fields(held), "task_id": "gone"}), stray) == "unknown"
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -235,7 +235,7 @@ async def test_finish_siblings_at_once(log: Log) -> None:
     await submit(log, "t", num_samples=8)
     async with trio.open_nursery() as nursery:
         for held in await claim(log, node):
-            nursery.start_soon(log.finish, held, end(held))
+            nursery.start_soon(log.finish_claim, held, end(held))
     assert len(await keys(log)) == 10
 
 
@@ -243,7 +243,7 @@ async def test_finish_large_body(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    assert await log.finish(held, end(held, turns=3, sampled=1_000_000)) in FILLED
+    assert await log.finish_claim(held, end(held, turns=3, sampled=1_000_000)) in FILLED_ANSWERS
     whole = await log.trajectory("t-0")
     assert whole is not None
     assert whole.sampled_tokens == 3_000_000
@@ -251,9 +251,9 @@ async def test_finish_large_body(log: Log) -> None:
 
 async def test_capture_published_once(log: Log) -> None:
     node = await join(log)
-    capture = whole_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
-    assert await log.publish(capture, node) == "now"
-    assert await log.publish(capture, node) == "already"
+    capture = pack_whole_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
+    assert await log.publish_session(capture, node) == "now"
+    assert await log.publish_session(capture, node) == "already"
     assert await keys(log) == ["trajectory:c"]
 
 
@@ -268,7 +268,7 @@ async def test_put_back_counts_retry(log: Log) -> None:
     (again,) = await claim(log, node)
     assert (again.attempt, again.retries) == (1, 1)
     assert again.session_id != held.session_id
-    assert await log.finish(again, end(again)) in FILLED
+    assert await log.finish_claim(again, end(again)) in FILLED_ANSWERS
     assert await keys(log) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
     lost = await log.session("t-0")
     assert lost is not None
@@ -284,7 +284,7 @@ async def test_put_back_and_keep(places: Log) -> None:
     assert (kept.attempt, kept.retries) == (1, 0)
     assert [each.session_id for each in await places.claims(node)] == [kept.session_id]
     assert await places.put_back(held) is None, "it was put back before"
-    assert await places.finish(kept, end(kept)) in FILLED
+    assert await places.finish_claim(kept, end(kept)) in FILLED_ANSWERS
 
 
 async def test_spent_retries_end_group(shared: Log) -> None:
@@ -293,13 +293,16 @@ async def test_spent_retries_end_group(shared: Log) -> None:
         node = await join(shared, f"dead{attempt}")
         held = await claim(shared, node)
         assert [each.attempt for each in held] == [attempt] * 2
-        await die(shared, node)
+        await expire_node(shared, node)
     node = await join(shared, "alive")
     assert not await claim(shared, node), "a task that kills nodes walks on to no other"
     for ending in await shared.claim_endings(node, 10):
         assert ending.ending == "retries spent"
         lost = Outcome(status="error", boundary="node", reason="its node was lost")
-        assert await shared.finish(ending, end(ending, outcome=lost, reward=None, turns=0)) in FILLED
+        assert (
+            await shared.finish_claim(ending, end(ending, outcome=lost, reward=None, turns=0))
+            in FILLED_ANSWERS
+        )
     found = await keys(shared)
     assert found[2:] == ["group:t", "task:t"]
 
@@ -308,8 +311,8 @@ async def test_unclaimed_loser_still_wins(shared: Log) -> None:
     slow, other = await join(shared, "slow"), await join(shared, "other")
     await submit(shared, "t")
     (held,) = await claim(shared, slow)
-    await die(shared, slow)
-    assert await shared.finish(held, end(held)) in FILLED, "nobody else runs it"
+    await expire_node(shared, slow)
+    assert await shared.finish_claim(held, end(held)) in FILLED_ANSWERS, "nobody else runs it"
     assert not await claim(shared, other)
 
 
@@ -317,12 +320,12 @@ async def test_late_finish_becomes_attempt(shared: Log) -> None:
     slow, other = await join(shared, "slow"), await join(shared, "other")
     await submit(shared, "t")
     (held,) = await claim(shared, slow)
-    await die(shared, slow)
+    await expire_node(shared, slow)
     (again,) = await claim(shared, other)
-    assert await shared.finish(held, end(held)) == "another"
-    assert await shared.publish(end(held), slow) == "now"
-    assert await shared.finish(again, end(again)) in FILLED
-    assert await shared.finish(held, end(held)) == "another"
+    assert await shared.finish_claim(held, end(held)) == "another"
+    assert await shared.publish_session(end(held), slow) == "now"
+    assert await shared.finish_claim(again, end(again)) in FILLED_ANSWERS
+    assert await shared.finish_claim(held, end(held)) == "another"
     assert await keys(shared) == ["attempt:t-0", f"trajectory:{again.session_id}", "group:t", "task:t"]
 
 
@@ -334,13 +337,13 @@ async def test_cancel_running_and_queued(places: Log) -> None:
     await submit(places, "t", num_samples=2)
     (held,) = await claim(places, node, 1)
     assert await places.cancel("t", NOW)
-    assert await places.to_stop(node) == {held.session_id: "cancelled"}
+    assert await places.sessions_to_stop(node) == {held.session_id: "cancelled"}
     assert not await claim(places, node)
     (queued,) = await places.claim_endings(node, 10)
     assert queued.ending == "cancelled"
     assert queued.session_id == "t-1"
     for each in (held, queued):
-        assert await places.finish(each, end(each, status="cancelled", reward=None)) in FILLED
+        assert await places.finish_claim(each, end(each, status="cancelled", reward=None)) in FILLED_ANSWERS
     assert not await places.cancel("t", NOW)
     assert not await places.cancel("u", NOW)
 
@@ -350,7 +353,7 @@ async def test_cancelled_place_of_dead_node(shared: Log) -> None:
     await submit(shared, "t")
     await claim(shared, dead)
     await shared.cancel("t", NOW)
-    await die(shared, dead)
+    await expire_node(shared, dead)
     assert not await claim(shared, node)
     assert [each.ending for each in await shared.claim_endings(node, 10)] == ["cancelled"]
 
@@ -360,19 +363,19 @@ async def test_early_stop_across_nodes(shared: Log) -> None:
     await submit(shared, "t", num_samples=4, group=GroupSpec(early_stop_min=2))
     first, second = await claim(shared, one, 2)
     (third,) = await claim(shared, two, 1)
-    await shared.finish(first, end(first, reward=None))  # not usable
-    assert await shared.finish(second, end(second)) in FILLED
-    assert not await shared.to_stop(two)
+    await shared.finish_claim(first, end(first, reward=None))  # not usable
+    assert await shared.finish_claim(second, end(second)) in FILLED_ANSWERS
+    assert not await shared.sessions_to_stop(two)
     (fourth,) = await claim(shared, one, 1)
-    assert await shared.finish(fourth, end(fourth)) in FILLED
-    assert await shared.to_stop(two) == {third.session_id: "early stop"}
+    assert await shared.finish_claim(fourth, end(fourth)) in FILLED_ANSWERS
+    assert await shared.sessions_to_stop(two) == {third.session_id: "early stop"}
 
 
 async def test_early_stop_ends_queued_places(places: Log) -> None:
     node = await join(places)
     await submit(places, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
     (first,) = await claim(places, node, 1)
-    await places.finish(first, end(first))
+    await places.finish_claim(first, end(first))
     assert not await claim(places, node)
     assert [each.ending for each in await places.claim_endings(node, 10)] == ["early stop"]
 
@@ -386,27 +389,27 @@ async def test_join_inherits_own_places(log: Log) -> None:
     one, two = await claim(log, first)
     joined = await log.join(NodeFacts(name="n"))
     assert [each.session_id for each in joined.inherited] == [one.session_id, two.session_id]
-    assert not await log.sign(first), "it was replaced"
-    assert await log.finish(one, end(one)) == "another", "an older process of the name is fenced out"
+    assert not await log.give_sign(first), "it was replaced"
+    assert await log.finish_claim(one, end(one)) == "another", "an older process of the name is fenced out"
     mine = joined.inherited[0]
-    assert await log.finish(mine, end(mine, status="interrupted")) in FILLED
+    assert await log.finish_claim(mine, end(mine, status="interrupted")) in FILLED_ANSWERS
     assert await log.put_back(joined.inherited[1]) is None
     assert [each.attempt for each in await claim(log, joined.incarnation)] == [1]
 
 
 async def test_expire_by_compare_and_set(shared: Log) -> None:
     node = await join(shared)
-    watched = (await shared.signs())[node]
-    assert await shared.sign(node)
-    assert not await shared.expire(node, watched), "it has signed since"
-    assert await shared.expire(node, (await shared.signs())[node])
-    assert not await shared.sign(node)
-    assert node not in await shared.signs()
+    watched = (await shared.read_signs())[node]
+    assert await shared.give_sign(node)
+    assert not await shared.declare_lost(node, watched), "it has signed since"
+    assert await shared.declare_lost(node, (await shared.read_signs())[node])
+    assert not await shared.give_sign(node)
+    assert node not in await shared.read_signs()
 
 
 async def test_lost_node_claims_nothing(shared: Log) -> None:
     node = await join(shared)
-    await die(shared, node)
+    await expire_node(shared, node)
     await submit(shared, "t")
     assert not await claim(shared, node)
     assert not await shared.claim_endings(node, 1)
@@ -422,7 +425,7 @@ async def test_leave_gives_places_back(shared: Log) -> None:
 
 async def test_nodes_and_node_of(log: Log) -> None:
     node = await join(log, url="http://a", labels={"zone": "x"}, certificate="ab")
-    await log.sign(node, {"load": 3})
+    await log.give_sign(node, {"load": 3})
     await submit(log, "t")
     await claim(log, node)
     (row,) = await log.nodes()
@@ -444,25 +447,25 @@ async def _finished(log: Log, *names: str) -> None:
     for name in names:
         await submit(log, name)
     for held in await claim(log, node):
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
 
 
 async def test_events_after_cursor(log: Log) -> None:
     await _finished(log, "a", "b")
-    name = await log.identity()
+    name = await log.log_name()
     found = await log.events(Cursor(position=2, log=name), limit=2)
     assert [each.seq for each in found.page.events] == [3, 4]
     assert found.gap is None
     assert found.log == name
     assert found.page.seen == 4
-    filtered = await log.events(Cursor(), filters=Filters(task_id="b", kinds=("group",)))
+    filtered = await log.events(Cursor(), filters=EventFilters(task_id="b", kinds=("group",)))
     assert [each.key for each in filtered.page.events] == ["group:b"]
     assert filtered.page.seen == 6, "a reader whose filters match nothing more is at the end"
 
 
 async def test_consumer_never_moves_back(log: Log) -> None:
     await _finished(log, "a")
-    assert (await log.position("c")).position == 0
+    assert (await log.consumer_cursor("c")).position == 0
     assert (await log.acknowledge("c", Cursor(position=2), now=NOW)).position == 2
     assert (await log.acknowledge("c", Cursor(position=1), now=NOW + 1)).position == 2
     assert (await log.acknowledge("c", Cursor(position=99), now=NOW + 2)).position == 3
@@ -474,8 +477,8 @@ async def test_consumer_never_moves_back(log: Log) -> None:
         NOW + 2,
         NOW + 2,
     )
-    assert await log.forget("c")
-    assert not await log.forget("c")
+    assert await log.forget_consumer("c")
+    assert not await log.forget_consumer("c")
 
 
 async def test_open_streams_are_counted(log: Log) -> None:
@@ -483,16 +486,16 @@ async def test_open_streams_are_counted(log: Log) -> None:
     await log.acknowledge("c", Cursor(), now=NOW)
 
     async def streams() -> tuple[int, bool]:
-        await log.sign(node)
+        await log.give_sign(node)
         (row,) = await log.consumers()
         return row.connected, row.holds
 
-    log.attend("c", 1)
-    log.attend("c", 1)
+    log.track_stream("c", 1)
+    log.track_stream("c", 1)
     assert await streams() == (2, True)
-    log.attend("c", -1)
+    log.track_stream("c", -1)
     assert (await streams())[0] == 1
-    log.attend("c", -1)
+    log.track_stream("c", -1)
     assert (await streams())[0] == 0
 
 
@@ -500,23 +503,23 @@ async def test_streams_of_dead_node_end(shared: Log) -> None:
     """Else a consumer that was read there when its node died would hold retention for ever."""
     node = await join(shared)
     await shared.acknowledge("c", Cursor(), now=NOW - WEEK)
-    shared.attend("c", 1)
-    await shared.sign(node)
+    shared.track_stream("c", 1)
+    await shared.give_sign(node)
     assert (await shared.consumers())[0].connected == 1
-    await die(shared, node)
+    await expire_node(shared, node)
     assert (await shared.consumers())[0].connected == 0
     again = await join(shared)
-    await shared.sign(again)
+    await shared.give_sign(again)
     assert (await shared.consumers())[0].connected == 1, "the stream is still open in this process"
 
 
 async def test_meet_consumer_once(log: Log) -> None:
     await _finished(log, "a")
-    end_of_log = await log.end()
-    assert end_of_log == Cursor(position=3, log=await log.identity())
-    assert (await log.meet("new", end_of_log, now=NOW)).position == 3
-    assert (await log.meet("new", Cursor(), now=NOW)) == end_of_log, "it is known from then on"
-    assert (await log.meet("old", Cursor(), now=NOW)).position == 0
+    end_of_log = await log.last_cursor()
+    assert end_of_log == Cursor(position=3, log=await log.log_name())
+    assert (await log.ensure_consumer("new", end_of_log, now=NOW)).position == 3
+    assert (await log.ensure_consumer("new", Cursor(), now=NOW)) == end_of_log, "it is known from then on"
+    assert (await log.ensure_consumer("old", Cursor(), now=NOW)).position == 0
     assert [(each.consumer, each.position) for each in await log.consumers()] == [("new", 3), ("old", 0)]
 
 
@@ -533,10 +536,10 @@ async def test_standing_of_log(log: Log) -> None:
     await _finished(log, "a", "b")
     await log.acknowledge("c", Cursor(position=4), now=NOW)
     if isinstance(log, PostgresLog):
-        await log.look()
-    found = log.standing
+        await log.update_status()
+    found = log.log_status
     assert (found.position, found.pruned, found.acknowledged) == (6, 0, 4)
-    assert (found.log, found.consumers) == (await log.identity(), {"c": 4})
+    assert (found.log, found.consumers) == (await log.log_name(), {"c": 4})
     assert found.oldest_unacknowledged is not None
     assert found.unacknowledged_bytes > 0
 
@@ -545,10 +548,10 @@ async def test_finished_groups_newest_first(log: Log) -> None:
     node = await join(log)
     await submit(log, "a", num_samples=2, metadata={"n": 1})
     for held in await claim(log, node):
-        await log.finish(held, end(held, reward=float(held.sample_index), finished=NOW))
+        await log.finish_claim(held, end(held, reward=float(held.sample_index), finished=NOW))
     await submit(log, "b")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held, status="error", finished=NOW + 5))
+    await log.finish_claim(held, end(held, status="error", finished=NOW + 5))
     newest, oldest = await log.finished_groups(10)
     assert (newest["task_id"], newest["ended"], newest["usable"]) == ("b", NOW + 5, 1)
     assert (oldest["task_id"], oldest["metadata"], oldest["submitted"]) == ("a", {"n": 1}, NOW)
@@ -563,7 +566,7 @@ async def test_finished_groups_newest_first(log: Log) -> None:
 
 async def test_retention_below_acknowledged(log: Log) -> None:
     await _finished(log, "a", "b")
-    keep = Retention(acknowledged=0, everything=1 << 40)
+    keep = RetentionLimits(acknowledged=0, everything=1 << 40)
     assert await log.prune(keep, now=NOW) == 0, "no consumer has acknowledged anything"
     await log.acknowledge("slow", Cursor(position=3), now=NOW)
     await log.acknowledge("quick", Cursor(position=6), now=NOW)
@@ -587,12 +590,12 @@ async def test_retention_below_acknowledged(log: Log) -> None:
 async def test_retention_above_everything(log: Log) -> None:
     await _finished(log, "a", "b")
     await log.acknowledge("c", Cursor(position=0), now=NOW)
-    assert await log.prune(Retention(everything=0, acknowledged=0), now=NOW) == 6
+    assert await log.prune(RetentionLimits(everything=0, acknowledged=0), now=NOW) == 6
 
 
 async def test_retention_by_age(log: Log) -> None:
     await _finished(log, "a")
-    keep = Retention(acknowledged_s=100.0)
+    keep = RetentionLimits(acknowledged_s=100.0)
     await log.acknowledge("c", Cursor(position=3), now=NOW)
     assert await log.prune(keep, now=NOW) == 0
     assert await log.prune(keep, now=NOW + 99) == 0
@@ -605,33 +608,33 @@ async def test_retention_by_age(log: Log) -> None:
 async def test_version_counts_with_two_holders(shared: Log) -> None:
     one, two = await join(shared, "one"), await join(shared, "two")
     await shared.add_weights("v1", {"step": 1}, at=NOW)
-    await shared.hold_weights("v1", one)
-    assert not await shared.serve_weights("v1")
-    await shared.hold_weights("v1", two)
-    assert await shared.serve_weights("v1")
+    await shared.add_weight_holder("v1", one)
+    assert not await shared.make_current("v1")
+    await shared.add_weight_holder("v1", two)
+    assert await shared.make_current("v1")
     (row,) = await shared.weights()
     assert row.current
     assert row.holders == (one, two)
     assert row.body == {"step": 1}
     await shared.add_weights("v2", {}, at=NOW)
-    await shared.hold_weights("v2", one)
-    await shared.hold_weights("v2", two)
-    await die(shared, one)
-    assert not await shared.serve_weights("v2"), "a dead holder has no files"
+    await shared.add_weight_holder("v2", one)
+    await shared.add_weight_holder("v2", two)
+    await expire_node(shared, one)
+    assert not await shared.make_current("v2"), "a dead holder has no files"
     await shared.add_weights("v3", {}, shared=True, at=NOW)
-    assert await shared.serve_weights("v3", holders=2)
+    assert await shared.make_current("v3", holders=2)
     assert [each.version for each in await shared.weights() if each.current] == ["v3"]
 
 
 async def test_stale_node_claims_nothing(log: Log) -> None:
     node = await join(log)
     await log.add_weights("v1", {}, shared=True, at=NOW)
-    await log.serve_weights("v1")
-    await log.serving(node, {"": "v0"})
+    await log.make_current("v1")
+    await log.report_serving(node, {"": "v0"})
     await submit(log, "t")
     assert [each.facts.name for each in await log.stale_nodes()] == ["n"]
     assert not await claim(log, node, serving={"": "v0"})
-    await log.serving(node, {"": "v1"})
+    await log.report_serving(node, {"": "v1"})
     assert not await log.stale_nodes()
     assert await claim(log, node, serving={"": "v1"})
 
@@ -640,7 +643,7 @@ async def test_adapter_version_required(log: Log) -> None:
     node = await join(log)
     body = {"source": {"kind": "adapter", "adapter": "a"}}
     await log.add_weights("a2", body, shared=True, at=NOW)
-    await log.serve_weights("a2")
+    await log.make_current("a2")
     await submit(log, "t", adapter="a")
     await submit(log, "u")
     assert [each.task_id for each in await claim(log, node, serving={"a": "a1"})] == ["u"]
@@ -652,8 +655,8 @@ async def test_version_found_by_name(log: Log) -> None:
     node = await join(log)
     await log.add_weights("v1", {"step": 1}, shared=True, at=NOW)
     await log.add_weights("v1", {"step": 2}, at=NOW)
-    await log.hold_weights("v1", node)
-    await log.serve_weights("v1")
+    await log.add_weight_holder("v1", node)
+    await log.make_current("v1")
     row = await log.weights_of("v1")
     assert row is not None
     assert (row.body, row.current, row.counted, row.holders) == ({"step": 1}, True, True, (node,))
@@ -676,7 +679,7 @@ async def test_current_is_among_latest(shared: Log) -> None:
     """A node loads the version that counts while a newer one has no second copy yet."""
     await join(shared)
     await shared.add_weights("v1", {}, shared=True, at=NOW)
-    await shared.serve_weights("v1")
+    await shared.make_current("v1")
     for version in ("v2", "v3"):
         await shared.add_weights(version, {}, at=NOW)
     latest = await shared.weights(latest=True)
@@ -690,7 +693,7 @@ async def test_deleted_adapter_not_required(log: Log) -> None:
     node = await join(log)
     body = {"kind": "adapter", "adapter": "a"}
     await log.add_weights("a1", {"source": {**body}}, shared=True, at=NOW)
-    await log.serve_weights("a1")
+    await log.make_current("a1")
     await submit(log, "t", adapter="a")
     assert not await claim(log, node)
     await log.change_weights("a1", {"source": {**body, "deleted": "true"}})
@@ -703,7 +706,7 @@ async def test_change_of_weights_is_news(kind: str, dsn: str, tmp_path: Path) ->
     async with opened as log:
         node = await join(log)
         await log.add_weights("v1", {}, shared=True, at=NOW)
-        for change in (partial(log.serve_weights, "v1"), partial(log.serving, node, {"": "v1"})):
+        for change in (partial(log.make_current, "v1"), partial(log.report_serving, node, {"": "v1"})):
             seen = log.news
             with trio.fail_after(30):
                 while log.news == seen:  # a notification is lost where nobody listens yet
@@ -717,13 +720,13 @@ async def test_versions_of_each_model(shared: Log) -> None:
     judge = await join(shared, "two", labels={"model": "judge"})
     for model, node in (("policy", policy), ("judge", judge)):
         await shared.add_weights("1", {"of": model}, model=model, at=NOW)
-        await shared.hold_weights("1", node, model=model)
-    assert await shared.serve_weights("1", model="policy", holders=1)
+        await shared.add_weight_holder("1", node, model=model)
+    assert await shared.make_current("1", model="policy", holders=1)
     (row,) = await shared.weights(model="policy")
     assert (row.body, row.holders) == ({"of": "policy"}, (policy,))
     assert [each.current for each in await shared.weights(model="judge")] == [False]
     for each in (policy, judge):
-        await shared.serving(each, {"": "0"})
+        await shared.report_serving(each, {"": "0"})
     assert [each.facts.name for each in await shared.stale_nodes()] == ["one"]
     await submit(shared, "t", num_samples=2)
     assert not await claim(shared, policy, 1, labels={"model": "policy"})
@@ -736,41 +739,47 @@ async def test_transfers_are_known_at_every_node(shared: Log) -> None:
         await shared.add_transfer("update", f"u{number}", {"ids": {"1": str(number)}}, model="m")
     await shared.add_transfer("group", "u69", [1, 2], model="m")
     await shared.add_transfer("group", "u69", [1, 3], model="m")
-    assert await shared.transfer("update", "u69", model="m") == {"ids": {"1": "69"}}
-    assert await shared.transfer("group", "u69", model="m") == [1, 3]
-    assert await shared.transfer("update", "u69", model="other") is None
-    assert await shared.transfer("update", "u0", model="m") is None, "updates that were left are forgotten"
+    assert await shared.read_transfer("update", "u69", model="m") == {"ids": {"1": "69"}}
+    assert await shared.read_transfer("group", "u69", model="m") == [1, 3]
+    assert await shared.read_transfer("update", "u69", model="other") is None
+    assert await shared.read_transfer("update", "u0", model="m") is None, (
+        "updates that were left are forgotten"
+    )
     await shared.end_transfer("update", "u69", model="m")
-    assert await shared.transfer("update", "u69", model="m") is None
-    assert await shared.transfer("group", "u69", model="m") == [1, 3]
+    assert await shared.read_transfer("update", "u69", model="m") is None
+    assert await shared.read_transfer("group", "u69", model="m") == [1, 3]
 
 
 async def test_hold_of_a_model_and_of_all(shared: Log) -> None:
     await join(shared, "one")
-    await shared.hold("retract")
-    await shared.hold(None, model="judge")
-    assert [await shared.held(model=each) for each in ("policy", "judge")] == ["retract", None]
-    await shared.hold("abort", model="judge")
-    await shared.hold(None, model="policy")
-    assert [await shared.held(model=each) for each in ("policy", "judge", "new")] == [
+    await shared.hold_generation("retract")
+    await shared.hold_generation(None, model="judge")
+    assert [await shared.generation_hold(model=each) for each in ("policy", "judge")] == ["retract", None]
+    await shared.hold_generation("abort", model="judge")
+    await shared.hold_generation(None, model="policy")
+    assert [await shared.generation_hold(model=each) for each in ("policy", "judge", "new")] == [
         None,
         "abort",
         "retract",
     ]
-    await shared.hold(None)
-    assert [await shared.held(model=each) for each in ("policy", "judge", "new")] == [None, None, None]
+    await shared.hold_generation(None)
+    assert [await shared.generation_hold(model=each) for each in ("policy", "judge", "new")] == [
+        None,
+        None,
+        None,
+    ]
 
 
 async def test_hold_ends_with_the_nodes_that_were_held(shared: Log) -> None:
     """A trainer that died holds nobody who comes later."""
     one, two = await join(shared, "one"), await join(shared, "two")
-    await shared.hold("retract")
+    await shared.hold_generation("retract")
     await join(shared, "three")
-    await die(shared, one)
-    assert await shared.held() == "retract"
+    await expire_node(shared, one)
+    assert await shared.generation_hold() == "retract"
     await shared.leave(two)
-    assert await shared.held() is None
-    assert await shared.held(follows=True) == "retract", "who is held waits for the trainer's word"
+    assert await shared.generation_hold() is None
+    assert await shared.generation_hold(follows=True) == "retract", "who is held waits for the trainer's word"
 
 
 # ── callbacks ─────────────────────────────────────────────────────────────────
@@ -780,16 +789,16 @@ async def test_callback_leased_to_one(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", callback_url="http://r")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     (first,) = await log.lease_callbacks(10, seconds=60)
     assert (first.key, first.url, first.task_id) == ("trajectory:t-0", "http://r", "t")
     assert not await log.lease_callbacks(10, seconds=60), "the events of a task are sent in order"
-    await log.callback_failed(first, after_s=0)
+    await log.retry_callback(first, after_s=0)
     (again,) = await log.lease_callbacks(10, seconds=60)
-    assert not await log.callback_taken(first), "another has leased it since"
-    assert await log.callback_taken(again)
+    assert not await log.accept_callback(first), "another has leased it since"
+    assert await log.accept_callback(again)
     assert [each.key for each in await log.lease_callbacks(10, seconds=60)] == ["group:t"]
-    assert await log.callback_counts() == CallbackCounts(pending=2, expired=0)
+    assert await log.count_callbacks() == CallbackCounts(pending=2, expired=0)
 
 
 async def test_callback_room_by_url(log: Log) -> None:
@@ -797,13 +806,13 @@ async def test_callback_room_by_url(log: Log) -> None:
     for name, url in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"), ("e", "z")):
         await submit(log, name, callback_url=f"http://{url}", callback_kinds=("trajectory",))
         (held,) = await claim(log, node)
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
     assert log.callbacks_pending
 
     async def leased(**more: Any) -> list[str]:
         found = await log.lease_callbacks(10, seconds=60, **more)
         for each in found:
-            await log.callback_failed(each, after_s=0)
+            await log.retry_callback(each, after_s=0)
         return [each.task_id for each in found]
 
     assert await leased(each=2) == ["a", "b", "d", "e"]
@@ -818,12 +827,12 @@ async def test_retention_waits_for_callbacks(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", callback_url="http://r")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     await log.acknowledge("c", Cursor(position=3), now=NOW)
-    keep = Retention(acknowledged=0)
+    keep = RetentionLimits(acknowledged=0)
     assert await log.prune(keep, now=NOW) == 0
     while found := await log.lease_callbacks(1, seconds=60):
-        await log.callback_taken(found[0])
+        await log.accept_callback(found[0])
     assert await log.prune(keep, now=NOW) == 3
 
 
@@ -835,7 +844,7 @@ async def test_forks_of_session(log: Log) -> None:
     await submit(log, "t", num_samples=2)
     root, fork = await claim(log, node)
     parent = ForkedFrom(session_id=root.session_id, turn=1, got=1, by="replay")
-    await log.session_started(end(fork, forked_from=parent).identity)
+    await log.record_session(end(fork, forked_from=parent).identity)
     (found,) = await log.forks(root.session_id, 10)
     assert found.session_id == fork.session_id
     assert found.forked_from == parent
@@ -859,7 +868,7 @@ async def test_fork_parent_with_turns(log: Log) -> None:
     begun = await log.fork_parent(fork)
     assert begun is not None
     assert begun.count == 0, "it has no turns yet"
-    await log.finish(held, end(held, turns=3))
+    await log.finish_claim(held, end(held, turns=3))
     found = await log.fork_parent(fork)
     assert found is not None
     assert (found.spec, found.count, found.damaged) == (held.spec, 3, ())
@@ -886,15 +895,18 @@ async def test_reward_once_an_evaluation(log: Log) -> None:
     )
     assert dict(status.counts) == {"pending": 1, "refused": 1}
     assert await log.session_ends(["a-0", "x"]) == {"a-0": True}
-    assert (await log.places_of("a", None), await log.places_of(None, "a")) == (("a-0",), ("a-0",))
-    assert await log.places_of("b", None) == ()
+    assert (await log.placed_sessions("a", None), await log.placed_sessions(None, "a")) == (
+        ("a-0",),
+        ("a-0",),
+    )
+    assert await log.placed_sessions("b", None) == ()
     assert [each.evaluation_id for each in await log.pending_evaluations(node)] == ["e"]
     given = RewardEvent(session_id="a-0", task_id="a", group_id="a", reward=0.5, evaluation_id="e", given=NOW)
-    assert await log.reward(given)
-    assert not await log.reward(given)
+    assert await log.write_reward(given)
+    assert not await log.write_reward(given)
     done = await log.evaluation(None, "k")
     assert done is not None
     assert done.finished
     assert done.sessions[0].reward == 0.5
-    page = (await log.events(Cursor(position=3), filters=Filters(kinds=("reward",)))).page
+    page = (await log.events(Cursor(position=3), filters=EventFilters(kinds=("reward",)))).page
     assert [read_json(each.body)["n"] for each in page.events] == [1]

@@ -20,11 +20,11 @@ from polarnode.cli.main import main
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import Cursor, Log
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.schema import VERSION
-from polarnode.journal.values import Filters
+from polarnode.journal.schema import SCHEMA_VERSION
+from polarnode.journal.values import EventFilters
 
 DATA = Path(__file__).parents[2] / "data/journals"
-EVERYTHING = Filters(kinds=EVERY_KIND)
+EVERYTHING = EventFilters(kinds=EVERY_KIND)
 
 
 def run(*arguments: str, **env: str) -> Any:
@@ -46,17 +46,17 @@ async def test_journal_becomes_log(cluster: Cluster, tmp_path: Path) -> None:
         me = await join(lone)
         await submit(lone, "over", num_samples=2, key="k")
         for each in await claim(lone, me):
-            await lone.finish(each, end(each, turns=2))
+            await lone.finish_claim(each, end(each, turns=2))
         await submit(lone, "begun", num_samples=2, retries=1)
         (first, _) = await claim(lone, me)
         lost = end(first, status="interrupted", reward=None)
         again = await lone.put_back(first, lost, keep=True)
         assert again is not None
-        await lone.session_started(end(again).identity)
+        await lone.record_session(end(again).identity)
         await submit(lone, "waits")
         await lone.acknowledge("trainer", Cursor(position=3), now=NOW)
         await lone.add_weights("v1", {"path": "/w"}, at=NOW)
-        before, name = await read_all(lone), await lone.identity()
+        before, name = await read_all(lone), await lone.log_name()
         tasks = [await lone.task(each) for each in ("over", "begun", "waits")]
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     dsn = empty(cluster)
@@ -67,7 +67,7 @@ async def test_journal_becomes_log(cluster: Cluster, tmp_path: Path) -> None:
     async with open_postgres(dsn, watch=False) as log:  # retention would delete events of 1970
         assert await read_all(log) == before
         assert [await log.task(each) for each in ("over", "begun", "waits")] == tasks
-        assert (await log.position("trainer")).position == 3
+        assert (await log.consumer_cursor("trainer")).position == 3
         assert [each.version for each in await log.weights()] == ["v1"]
         # a cursor of the journal goes on
         page = await log.events(Cursor(position=3, log=name), filters=EVERYTHING)
@@ -80,13 +80,13 @@ async def test_journal_becomes_log(cluster: Cluster, tmp_path: Path) -> None:
         (ending,) = await log.claim_endings(me, 10)
         assert (ending.task_id, ending.sample_index, ending.ending) == ("begun", 0, "retries spent")
         for each in (*claims.values(), ending):
-            assert await log.finish(each, end(each)) in ("now", "last")
+            assert await log.finish_claim(each, end(each)) in ("now", "last")
         after = await read_all(log)
         assert after[: len(before)] == before
         assert [each[0] for each in after] == [*range(1, len(after) + 1)]
 
 
-@pytest.mark.parametrize("version", range(1, VERSION + 1))
+@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 async def test_old_journals_are_taken(cluster: Cluster, tmp_path: Path, version: int) -> None:
     path = tmp_path / "journal.sqlite"
     source = DATA / f"v{version}" / "journal.sqlite.gz"
@@ -100,7 +100,7 @@ async def test_old_journals_are_taken(cluster: Cluster, tmp_path: Path, version:
     ):
         lone = SqliteLog(journal)
         assert await read_all(log) == await read_all(lone)
-        assert await log.position("trainer") == Cursor(position=2, log=await log.identity())
+        assert await log.consumer_cursor("trainer") == Cursor(position=2, log=await log.log_name())
         for task in await lone.tasks():
             assert await log.task(task.task_id) == task
         for _, _, key, _ in await read_all(log):
@@ -118,7 +118,7 @@ async def test_damaged_body_is_mended(cluster: Cluster, tmp_path: Path) -> None:
         me = await join(lone)
         await submit(lone, "t")
         (mine,) = await claim(lone, me)
-        await lone.finish(mine, end(mine, turns=2))
+        await lone.finish_claim(mine, end(mine, turns=2))
     with sqlite3.connect(path) as db:
         db.execute("UPDATE trajectories SET body = substr(body, 1, 20)")
     dsn = empty(cluster)
@@ -169,4 +169,4 @@ async def test_node_makes_missing_tables_alone(cluster: Cluster) -> None:
     """A node makes the tables of an empty database, and two that begin at once wait for each other."""
     dsn = empty(cluster)
     async with open_postgres(dsn) as one, open_postgres(dsn) as other:
-        assert await one.identity() == await other.identity()
+        assert await one.log_name() == await other.log_name()

@@ -11,17 +11,17 @@ from psycopg.types.json import Jsonb
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import EvaluationSpec
 from polarnode.core.trajectory import Outcome
-from polarnode.groups.group import Facts
-from polarnode.journal.log.endings import task_ending
+from polarnode.groups.group import SessionFacts
+from polarnode.journal.log.endings import ending_bodies
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.postgres import callbacks, evaluations, events, membership, queries, weights
 from polarnode.journal.log.postgres.connection import Database, open_database
-from polarnode.journal.log.rules import gap_of
+from polarnode.journal.log.rules import compute_gap
 
 
 def test_task_ending_bodies() -> None:
     facts = [
-        Facts(
+        SessionFacts(
             session_id=f"s{index}",
             sample_index=index,
             outcome=Outcome(status=status),
@@ -30,7 +30,7 @@ def test_task_ending_bodies() -> None:
         )
         for index, status in ((1, "timeout"), (0, "completed"))
     ]
-    found = task_ending(make_spec(num_samples=2), facts, task_id="t", submitted=1.0, finished=2.0)
+    found = ending_bodies(make_spec(num_samples=2), facts, task_id="t", submitted=1.0, finished=2.0)
     assert found["task"] == {
         "task_id": "t",
         "group_id": "t",
@@ -58,7 +58,7 @@ async def test_evaluation_of_dead_node_taken(dsn: str) -> None:
         dead, node = await join(log, "dead"), await join(log)
         await submit(log, "t")
         (held,) = await claim(log, node)
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
         spec = EvaluationSpec(task_id="t")
         await log.submit_evaluation(
             spec, {"t-0": None}, evaluation_id="e", idempotency_key=None, incarnation=dead, now=NOW
@@ -78,7 +78,7 @@ def test_two_versions_served_at_once(dsn: str) -> None:
 
     def serve(number: int) -> bool:
         with open_database(dsn, name="server") as db:
-            return weights.serve_weights(db, f"v{number}", model="", holders=2)
+            return weights.make_current(db, f"v{number}", model="", holders=2)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(serve, range(8)))[-1]
@@ -90,13 +90,13 @@ def test_two_versions_served_at_once(dsn: str) -> None:
 def test_gap_of_each_cursor() -> None:
     """Where a reader goes on that asks after position 7 or 3, by what this log knows of the one it read."""
     here: dict[str, Any] = {"log": "b", "last": 9, "pruned": 4}
-    assert gap_of(Cursor(position=7, log="b"), **here, known=True, lost_after=None) is None
+    assert compute_gap(Cursor(position=7, log="b"), **here, known=True, lost_after=None) is None
     found = [
-        gap_of(Cursor(position=7, log="x"), **here, known=False, lost_after=None),
-        gap_of(Cursor(position=7, log="a"), **here, known=True, lost_after=6),
-        gap_of(Cursor(position=11, log="b"), **here, known=True, lost_after=None),
-        gap_of(Cursor(position=3), **here, known=False, lost_after=None),
-        gap_of(Cursor(position=11), **here, known=False, lost_after=None),
+        compute_gap(Cursor(position=7, log="x"), **here, known=False, lost_after=None),
+        compute_gap(Cursor(position=7, log="a"), **here, known=True, lost_after=6),
+        compute_gap(Cursor(position=11, log="b"), **here, known=True, lost_after=None),
+        compute_gap(Cursor(position=3), **here, known=False, lost_after=None),
+        compute_gap(Cursor(position=11), **here, known=False, lost_after=None),
     ]
     assert [each and each.position for each in found] == [4, 6, 9, 4, 4]
 
@@ -116,7 +116,7 @@ async def test_events_deleted_within_a_look(dsn: str, monkeypatch: pytest.Monkey
         node = await join(log)
         await submit(log, "t")
         (held,) = await claim(log, node)
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
         monkeypatch.setattr(events, "find_gap", find_gap)
         found = await log.events(Cursor())
         assert pruned
@@ -126,7 +126,7 @@ async def test_events_deleted_within_a_look(dsn: str, monkeypatch: pytest.Monkey
 
 def test_latest_versions_read_once(dsn: str) -> None:
     """Each node asks for them at all news of weights: what it costs must not grow with the square of the versions."""
-    query = f"EXPLAIN {weights.WEIGHTS}{weights.LATEST}{weights.LISTED}"
+    query = f"EXPLAIN {weights.SELECT_WEIGHTS}{weights.ONLY_LATEST}{weights.LIST_CLAUSE}"
     with open_database(dsn, name="x") as db:
         plan = db.execute(query.encode(), {"model": "m", "adapters": False, "limit": None}).fetchall()
     assert any("hashed SubPlan" in str(line) for line in plan), plan
@@ -143,12 +143,12 @@ def test_known_weights_are_no_news(dsn: str) -> None:
         weights.add_weights(db, "v1", {}, model="", shared=False, at=NOW)
         news()
         for number in (1, 0):
-            weights.hold_weights(db, "v1", one, model="")
+            weights.add_weight_holder(db, "v1", one, model="")
             assert news() == number
-            weights.serving(db, one, {"": "v1"})
+            weights.report_serving(db, one, {"": "v1"})
             assert news() == number
-            weights.hold_weights(db, "v1", two, model="")
-            assert weights.serve_weights(db, "v1", model="", holders=2)
+            weights.add_weight_holder(db, "v1", two, model="")
+            assert weights.make_current(db, "v1", model="", holders=2)
             assert news() == 2 * number
 
 
@@ -158,15 +158,15 @@ async def test_older_version_never_counts_again(dsn: str) -> None:
         one, two = await join(log, "one"), await join(log, "two")
         for version in ("v1", "v2"):
             await log.add_weights(version, {}, at=NOW)
-            await log.hold_weights(version, one)
-        await log.hold_weights("v2", two)
-        assert await log.serve_weights("v2")
-        await log.hold_weights("v1", two)
-        assert not await log.serve_weights("v1")
+            await log.add_weight_holder(version, one)
+        await log.add_weight_holder("v2", two)
+        assert await log.make_current("v2")
+        await log.add_weight_holder("v1", two)
+        assert not await log.make_current("v1")
         found = {each.version: (each.current, each.counted) for each in await log.weights()}
         assert found == {"v1": (False, False), "v2": (True, True)}
         await log.add_weights("v3", {}, shared=True, at=NOW)
-        assert await log.serve_weights("v3")
+        assert await log.make_current("v3")
         (row,) = [each for each in await log.weights() if each.version == "v2"]
         assert row.holders == (), "rows of holders are kept for what may still be copied"
 
@@ -182,7 +182,7 @@ def test_backlog_of_silent_receiver_unread(dsn: str) -> None:
             db.execute(f"INSERT INTO {table} ({columns}) {rows}".encode())
         db.execute("ANALYZE callbacks")
         plan = db.execute(
-            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {callbacks.LEASE}".encode(),
+            f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {callbacks.LEASE_CALLBACKS}".encode(),
             {"limit": 32, "seconds": 75.0, "each": 4, "rooms": Jsonb({"gone": 0})},
         ).fetchone()
         assert plan is not None

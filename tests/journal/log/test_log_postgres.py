@@ -14,7 +14,7 @@ import pytest
 import trio
 from attrs import evolve
 from journal_samples import make_spec
-from log_kit import NOW, claim, die, end, join, keys, open_postgres, submit
+from log_kit import NOW, claim, end, expire_node, join, keys, open_postgres, submit
 from postgres_kit import Cluster, migrate_now, mutated, running_cluster
 from psycopg.types.json import Jsonb
 
@@ -22,17 +22,17 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.errors import ConfigError, JournalError
 from polarnode.core.task import EvaluationSpec, GroupSpec
 from polarnode.journal.log.news import wait_events
-from polarnode.journal.log.patience import answered
-from polarnode.journal.log.port import FILLED, Log, LogAway, NodeFacts, Offer
+from polarnode.journal.log.patience import retry_until_answered
+from polarnode.journal.log.port import FILLED_ANSWERS, ClaimOffer, Log, LogUnavailable, NodeFacts
 from polarnode.journal.log.postgres import callbacks, connection, events, membership, places, postgres
-from polarnode.journal.log.postgres.connection import Connection, check_dsn, open_database
+from polarnode.journal.log.postgres.connection import LogConnection, check_dsn, open_database
 from polarnode.journal.log.postgres.migrations import (
     Migration,
     check_version,
     prepare_tables,
     read_migrations,
 )
-from polarnode.journal.values import Retention
+from polarnode.journal.values import RetentionLimits
 
 # ── wake-ups ──────────────────────────────────────────────────────────────────
 
@@ -44,7 +44,7 @@ async def test_news_wake_reader(dsn: str) -> None:
         (held,) = await claim(other, node)
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(other.finish, held, end(held))
+                nursery.start_soon(other.finish_claim, held, end(held))
                 seen = log.event_news
                 while not (await log.events(Cursor())).page.events:
                     await wait_events(log, seen, 30)
@@ -60,7 +60,7 @@ async def test_news_of_cancel(dsn: str) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(other.cancel, "t", NOW)
                 seen = log.news
-                while held.session_id not in await log.to_stop(node):
+                while held.session_id not in await log.sessions_to_stop(node):
                     await log.wait_news(seen, 30)
                     seen = log.news
 
@@ -88,19 +88,19 @@ async def test_crash_and_recovery() -> None:
             node = await join(log)
             await submit(log, "t", num_samples=2)
             one, two = await claim(log, node)
-            assert await log.finish(one, end(one)) in FILLED
+            assert await log.finish_claim(one, end(one)) in FILLED_ANSWERS
             await trio.to_thread.run_sync(cluster.crash)
-            with pytest.raises(LogAway, match="the log is away") as raised:
-                await log.finish(two, end(two))
+            with pytest.raises(LogUnavailable, match="the log is away") as raised:
+                await log.finish_claim(two, end(two))
             assert raised.value.retry_after > 0
             with trio.fail_after(30):
-                while await log.reachable() is None:  # noqa: ASYNC110 - its watcher says so
+                while await log.unavailable_reason() is None:  # noqa: ASYNC110 - its watcher says so
                     await trio.sleep(0.05)
             await trio.to_thread.run_sync(cluster.start)
-            assert await log.finish(one, end(one)) == "already"
-            assert await log.finish(two, end(two)) in FILLED
+            assert await log.finish_claim(one, end(one)) == "already"
+            assert await log.finish_claim(two, end(two)) in FILLED_ANSWERS
             with trio.fail_after(30):
-                while await log.reachable() is not None:  # noqa: ASYNC110
+                while await log.unavailable_reason() is not None:  # noqa: ASYNC110
                     await trio.sleep(0.05)
             assert await keys(log) == ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"]
 
@@ -117,7 +117,7 @@ async def test_outage_expires_nobody() -> None:
                 await trio.sleep(7)  # longer than the lease
             await trio.sleep(2)
             with trio.fail_after(30):
-                assert set(await one.signs()) == {first, second}
+                assert set(await one.read_signs()) == {first, second}
             assert len(await one.claims(first)) == 1
 
 
@@ -149,20 +149,20 @@ def test_one_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> No
         raise psycopg.OperationalError("no route to host")
 
     monkeypatch.setattr(connection, "open_database", refused)
-    lost = Connection("", "x")
+    lost = LogConnection("", "x")
     for _ in range(3):
-        with pytest.raises(LogAway, match="no route to host"):
-            lost.run_now(membership.signs)
+        with pytest.raises(LogUnavailable, match="no route to host"):
+            lost.run_now(membership.read_signs)
     assert asked == ["x"]
-    monkeypatch.setattr(connection, "HELD_S", 0.0)
-    with pytest.raises(LogAway):
-        lost.run_now(membership.signs)
+    monkeypatch.setattr(connection, "REFUSE_CALLS_S", 0.0)
+    with pytest.raises(LogUnavailable):
+        lost.run_now(membership.read_signs)
     assert len(asked) == 2
 
 
 def test_unreachable_server_is_away() -> None:
-    with pytest.raises(LogAway, match="the log is away"):
-        Connection("host=/nowhere dbname=x", "n").run_now(check_version)
+    with pytest.raises(LogUnavailable, match="the log is away"):
+        LogConnection("host=/nowhere dbname=x", "n").run_now(check_version)
 
 
 # ── failover and restore ──────────────────────────────────────────────────────
@@ -177,19 +177,19 @@ async def test_promotion_names_gap() -> None:
             node = await join(log)
             await submit(log, "t", num_samples=4)
             held = await claim(log, node)
-            assert await log.finish(held[0], end(held[0])) in FILLED
+            assert await log.finish_claim(held[0], end(held[0])) in FILLED_ANSWERS
             with primary.standby() as standby:
                 _wait_replayed(primary, standby, name)
                 standby.stop()  # it is behind from now on
-                assert await log.finish(held[1], end(held[1])) in FILLED
-                assert await log.finish(held[2], end(held[2])) in FILLED
-                old = await log.acknowledge("c", Cursor(position=3, log=await log.identity()), now=NOW)
+                assert await log.finish_claim(held[1], end(held[1])) in FILLED_ANSWERS
+                assert await log.finish_claim(held[2], end(held[2])) in FILLED_ANSWERS
+                old = await log.acknowledge("c", Cursor(position=3, log=await log.log_name()), now=NOW)
                 early = Cursor(position=1, log=old.log)
                 primary.crash()
                 standby.start()
                 standby.promote()
                 async with open_postgres(standby.dsn(name), watch=False) as other:
-                    assert await other.identity() != old.log
+                    assert await other.log_name() != old.log
                     page = await other.events(old)
                     assert page.gap is not None
                     assert (page.gap.position, page.gap.asked) == (1, old)
@@ -197,9 +197,9 @@ async def test_promotion_names_gap() -> None:
                     assert (await other.events(early)).gap is None, "who had read no more misses nothing"
                     # what was acknowledged at the old primary is not acknowledged here
                     assert (await other.acknowledge("c", old, now=NOW)).position == 1
-                    assert await other.finish(held[0], end(held[0])) == "already"
+                    assert await other.finish_claim(held[0], end(held[0])) == "already"
                     for each in held[1:]:
-                        assert await other.finish(each, end(each)) in FILLED
+                        assert await other.finish_claim(each, end(each)) in FILLED_ANSWERS
                     assert len(await keys(other)) == 6
 
 
@@ -212,17 +212,20 @@ async def test_synchronous_standby_loses_nothing() -> None:
                 await submit(log, "t", num_samples=4)
                 held = await claim(log, node)
                 for each in held[:3]:
-                    assert await log.finish(each, end(each)) in FILLED
-                read = Cursor(position=3, log=await log.identity())
+                    assert await log.finish_claim(each, end(each)) in FILLED_ANSWERS
+                read = Cursor(position=3, log=await log.log_name())
                 await trio.to_thread.run_sync(primary.crash)
                 await trio.to_thread.run_sync(standby.promote)
                 with trio.fail_after(60):
                     assert (
-                        await answered(partial(log.finish, held[0], end(held[0])), meanwhile="") == "already"
+                        await retry_until_answered(
+                            partial(log.finish_claim, held[0], end(held[0])), meanwhile=""
+                        )
+                        == "already"
                     )
-                assert await log.identity() != read.log
+                assert await log.log_name() != read.log
                 assert (await log.events(read)).gap is None, "the new primary has all that was read"
-                assert await log.finish(held[3], end(held[3])) in FILLED
+                assert await log.finish_claim(held[3], end(held[3])) in FILLED_ANSWERS
                 assert len(await keys(log)) == 6
 
 
@@ -241,13 +244,13 @@ def _wait_replayed(primary: Cluster, standby: Cluster, name: str) -> None:
 async def test_unmarked_restore_is_found(cluster: Cluster) -> None:
     async with open_postgres(cluster.database(), watch=False) as log:
         await submit(log, "t")
-        old = await log.identity()
+        old = await log.log_name()
         page = await log.events(Cursor(position=9, log=old))
         assert page.gap is not None
         assert "mark it as restored" in page.gap.reason
         new = await log.mark_restored()
         assert new != old
-        assert await log.identity() == new
+        assert await log.log_name() == new
         page = await log.events(Cursor(position=9, log=old))
         assert page.gap is not None
         assert "was lost after event 0" in page.gap.reason
@@ -265,8 +268,8 @@ async def test_claim_lost_with_primary(dsn: str) -> None:
         with open_database(dsn, name="restore") as db:
             db.execute("UPDATE places SET state = 'queued', attempt = -1, incarnation = NULL")
         later = evolve(two, attempt=1, session_id="second-attempt")
-        assert await log.finish(one, end(one)) in FILLED
-        assert await log.finish(later, end(later)) in FILLED
+        assert await log.finish_claim(one, end(one)) in FILLED_ANSWERS
+        assert await log.finish_claim(later, end(later)) in FILLED_ANSWERS
 
 
 # ── each rule fails without its SQL ───────────────────────────────────────────
@@ -318,11 +321,11 @@ def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> No
     with open_database(dsn, name="setup") as db:
         node = membership.join(db, NodeFacts(name="n")).incarnation
         _submit_now(db, "t", 3)
-    without = places.CLAIM.replace(" SKIP LOCKED", "")
-    assert without != places.CLAIM
+    without = places.CLAIM_QUEUED.replace(" SKIP LOCKED", "")
+    assert without != places.CLAIM_QUEUED
     with pytest.raises(psycopg.errors.LockNotAvailable):
         claim_beside_lock(without)
-    assert claim_beside_lock(places.CLAIM) == 2
+    assert claim_beside_lock(places.CLAIM_QUEUED) == 2
 
 
 def _submit_now(db: Any, task_id: str, num_samples: int, **more: Any) -> None:
@@ -345,7 +348,7 @@ async def _fenced_out(log: Log) -> None:
     old = await join(log)
     (held,) = await claim(log, old)
     await log.join(NodeFacts(name="n"))
-    assert await log.finish(held, end(held)) == "another"
+    assert await log.finish_claim(held, end(held)) == "another"
 
 
 async def _attempt_not_filled(log: Log) -> None:
@@ -353,19 +356,19 @@ async def _attempt_not_filled(log: Log) -> None:
     await submit(log, "t")
     (held,) = await claim(log, node)
     await log.put_back(held, end(held, status="interrupted"))
-    assert await log.finish(held, end(held)) == "another"
+    assert await log.finish_claim(held, end(held)) == "another"
 
 
 async def _positions_after_pruning(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     await log.acknowledge("c", Cursor(position=3), now=NOW)
-    assert await log.prune(Retention(acknowledged=0), now=NOW) == 3
+    assert await log.prune(RetentionLimits(acknowledged=0), now=NOW) == 3
     await submit(log, "u")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     assert [each.seq for each in (await log.events(Cursor(position=3))).page.events] == [4, 5, 6]
 
 
@@ -377,7 +380,7 @@ async def _whole_body(log: Log) -> None:
     whole = end(held, turns=2)
     with open_database(log._writer.dsn, name="partly") as db:  # type: ignore[attr-defined]
         places.put_body(db, evolve(whole, parts=(b"other", *whole.parts[1:])), node)
-    assert await log.finish(held, whole) in FILLED
+    assert await log.finish_claim(held, whole) in FILLED_ANSWERS
     found = await log.trajectory("t-0")
     assert found is not None
     assert len(found.turns) == 2
@@ -393,7 +396,7 @@ async def _spent_is_ended(log: Log) -> None:
 
 
 async def _identity_changes(log: Log) -> None:
-    old = await log.identity()
+    old = await log.log_name()
     assert await log.mark_restored() != old
 
 
@@ -401,7 +404,7 @@ async def _enough_stops(log: Log) -> None:
     await submit(log, "t", num_samples=2, group=GroupSpec(early_stop_min=1))
     node = await join(log)
     (held,) = await claim(log, node, 1)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     assert not await claim(log, node)
 
 
@@ -409,9 +412,9 @@ async def _two_holders(log: Log) -> None:
     node, dead = await join(log), await join(log, "dead")
     await log.add_weights("v", {}, at=NOW)
     for each in (node, dead):
-        await log.hold_weights("v", each)
-    await die(log, dead)
-    assert not await log.serve_weights("v")
+        await log.add_weight_holder("v", each)
+    await expire_node(log, dead)
+    assert not await log.make_current("v")
 
 
 RULES: list[tuple[Rule, str, str]] = [
@@ -460,7 +463,7 @@ def _fails() -> Any:
     """Fail as a test does, or by writing a key twice; a mistake in the changed SQL is no proof."""
     with pytest.raises((AssertionError, psycopg.errors.UniqueViolation, JournalError)) as raised:
         yield
-    assert not isinstance(raised.value, LogAway)
+    assert not isinstance(raised.value, LogUnavailable)
 
 
 # rules whose SQL is a statement of the node: the constant is replaced
@@ -468,9 +471,9 @@ def _fails() -> Any:
 
 async def _expired_by_old_sign(log: Log) -> None:
     node = await join(log)
-    watched = (await log.signs())[node]
-    await log.sign(node)
-    assert not await log.expire(node, watched)
+    watched = (await log.read_signs())[node]
+    await log.give_sign(node)
+    assert not await log.declare_lost(node, watched)
 
 
 async def _inherits(log: Log) -> None:
@@ -484,14 +487,14 @@ async def _lost_retries_count(log: Log) -> None:
     await submit(log, "t", retries=0)
     node = await join(log)
     await claim(log, node)
-    await die(log, node)
+    await expire_node(log, node)
     assert not await claim(log, await join(log, "other"))
 
 
 async def _stale_claims_nothing(log: Log) -> None:
     node = await join(log)
     await log.add_weights("v", {}, shared=True, at=NOW)
-    await log.serve_weights("v")
+    await log.make_current("v")
     await submit(log, "t")
     assert not await claim(log, node, serving={"": "u"})
 
@@ -506,7 +509,7 @@ async def _lease_in_order(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", callback_url="http://r")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     assert len(await log.lease_callbacks(9, seconds=60)) == 1
 
 
@@ -514,7 +517,7 @@ async def _ack_never_back(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     await log.acknowledge("c", Cursor(position=3), now=NOW)
     assert (await log.acknowledge("c", Cursor(position=1), now=NOW)).position == 3
 
@@ -523,36 +526,42 @@ async def _retention_waits(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
-    await log.finish(held, end(held))
+    await log.finish_claim(held, end(held))
     await log.acknowledge("slow", Cursor(position=1), now=NOW)
     await log.acknowledge("quick", Cursor(position=3), now=NOW)
-    assert await log.prune(Retention(acknowledged=0), now=NOW) == 1
+    assert await log.prune(RetentionLimits(acknowledged=0), now=NOW) == 1
 
 
 CONSTANTS: list[tuple[Rule, Any, str, str, str]] = [
-    (_expired_by_old_sign, membership, "EXPIRE", "AND sign = %s", "AND %s >= 0"),
-    (_inherits, membership, "JOIN", "old.name = began.name", "false"),
+    (_expired_by_old_sign, membership, "DECLARE_LOST", "AND sign = %s", "AND %s >= 0"),
+    (_inherits, membership, "JOIN_NODE", "old.name = began.name", "false"),
     (_lost_retries_count, places, "PUT_BACK_LOST", "spent OR retries >= held.max_retries", "spent"),
     (
         _stale_claims_nothing,
         places,
-        "CLAIM",
+        "CLAIM_QUEUED",
         "w.version IS DISTINCT FROM %(serving)s ->> w.adapter",
         "%(serving)s IS NULL",
     ),
-    (_labels_required, places, "CLAIM", "t.requires <@ %(labels)s", "%(labels)s IS NOT NULL"),
-    (_lease_in_order, callbacks, "LEASE", "c.task_id > oldest.task_id", "c.position > oldest.position"),
+    (_labels_required, places, "CLAIM_QUEUED", "t.requires <@ %(labels)s", "%(labels)s IS NOT NULL"),
+    (
+        _lease_in_order,
+        callbacks,
+        "LEASE_CALLBACKS",
+        "c.task_id > oldest.task_id",
+        "c.position > oldest.position",
+    ),
     (
         _ack_never_back,
         events,
-        "ACKNOWLEDGE",
+        "INSERT_POSITION",
         "greatest(consumers.position, EXCLUDED.position)",
         "EXCLUDED.position",
     ),
     (
         _retention_waits,
         events,
-        "PRUNABLE",
+        "SELECT_PRUNE_INPUTS",
         "SELECT min(position) FROM consumers",
         "SELECT max(position) FROM consumers",
     ),
@@ -587,20 +596,20 @@ def test_large_body_holds_nobody(dsn: str) -> None:
         node = membership.join(db, NodeFacts(name="n")).incarnation
         for name in ("large", "small"):
             _submit_now(db, name, 1)
-        large, small = places.claim(db, Offer(incarnation=node, room=2))
+        large, small = places.claim(db, ClaimOffer(incarnation=node, room=2))
         body = end(large)
         body = evolve(body, parts=(*body.parts, *(bytes(4 << 20) for _ in range(25))))
         done = threading.Event()
 
         def finish_large() -> None:
-            assert places.finish(db, large, body) in FILLED
+            assert places.finish_claim(db, large, body) in FILLED_ANSWERS
             done.set()
 
         thread = threading.Thread(target=finish_large)
         thread.start()
         answers = 0
         while not done.is_set() and answers < 1:
-            answers += places.finish(other, small, end(small)) in FILLED
+            answers += places.finish_claim(other, small, end(small)) in FILLED_ANSWERS
         held = not done.is_set()
         thread.join()
         assert answers == 1
@@ -617,10 +626,10 @@ async def test_bodies_without_event_swept(dsn: str) -> None:
         one, two = await claim(log, node)
         with open_database(dsn, name="x") as db:
             places.put_body(db, end(one), 999)  # of an incarnation that never finished
-            await log.finish(one, end(one))
+            await log.finish_claim(one, end(one))
             places.put_body(db, end(two), node)  # finishes now
             db.execute("UPDATE bodies SET at = at - interval '2 hours'")
-            await log.prune(Retention(), now=NOW)
+            await log.prune(RetentionLimits(), now=NOW)
             rows = db.execute("SELECT DISTINCT session_id, written_by FROM bodies ORDER BY 1").fetchall()
         assert [tuple(row.values()) for row in rows] == [("t-0", node), ("t-1", node)]
 
@@ -638,7 +647,7 @@ async def test_refused_evaluations_swept(dsn: str) -> None:
                 incarnation=node,
                 now=now - age * 86400,
             )
-        await log.prune(Retention(), now=NOW)
+        await log.prune(RetentionLimits(), now=NOW)
         found = [name for name in ("old", "young", "pending") if await log.evaluation(name) is not None]
         assert found == ["young", "pending"]
 
@@ -649,15 +658,15 @@ async def test_old_versions_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> 
         for version in ("v1", "v2", "v3", "v4", "v5"):
             await log.add_weights(version, {"version": version}, shared=True, at=NOW)
             if version == "v2":
-                assert await log.serve_weights(version)
-        await log.prune(Retention(), now=NOW)
+                assert await log.make_current(version)
+        await log.prune(RetentionLimits(), now=NOW)
         assert [row.version for row in await log.weights()] == ["v5", "v4", "v2"]
 
 
 async def test_incarnation_given_once(dsn: str) -> None:
     """A promoted standby that lacks the last start of a node gives its number to no other."""
     async with open_postgres(dsn, watch=False) as log:
-        await log.identity()
+        await log.log_name()
         node = await join(log, "a")
         with open_database(dsn, name="x") as db:  # as the standby had it
             db.execute("DELETE FROM nodes")
@@ -665,18 +674,18 @@ async def test_incarnation_given_once(dsn: str) -> None:
             db.execute("UPDATE log SET restored = restored + 1")
         other = await join(log, "b")
         assert other != node
-        assert not await log.sign(node), "it joins again"
+        assert not await log.give_sign(node), "it joins again"
         assert await join(log, "c") == other + 1
 
 
 async def test_retention_runs_by_itself(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres, "PRUNE_S", 0.05)
-    async with open_postgres(dsn, retention=Retention(acknowledged=0)) as log:
+    async with open_postgres(dsn, retention=RetentionLimits(acknowledged=0)) as log:
         node = await join(log)
         for task in ("a", "b"):
             await submit(log, task)
             (held,) = await claim(log, node)
-            await log.finish(held, end(held))
+            await log.finish_claim(held, end(held))
         await log.acknowledge("trainer", Cursor(position=3), now=time.time())
         with trio.fail_after(60):
             while len(found := (await log.events(Cursor())).page.events) > 3:  # noqa: ASYNC110 - nobody tells of what was deleted
@@ -694,11 +703,11 @@ async def test_retention_spares_the_young(dsn: str) -> None:
         node = await join(log)
         await submit(log, "t")
         (held,) = await claim(log, node)
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
         await log.acknowledge("trainer", Cursor(position=3), now=NOW)
         with open_database(dsn, name="x") as db:
-            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW) == 0
-            assert events.prune(db, Retention(acknowledged=0), NOW, 9, young=NOW + 1) == 3
+            assert events.prune(db, RetentionLimits(acknowledged=0), NOW, 9, young=NOW) == 0
+            assert events.prune(db, RetentionLimits(acknowledged=0), NOW, 9, young=NOW + 1) == 3
 
 
 # ── plans ─────────────────────────────────────────────────────────────────────
@@ -734,7 +743,7 @@ def test_statements_read_no_whole_table(dsn: str) -> None:
         for statement in FILL.split(";\n"):
             db.execute(statement.encode())
         db.execute("ANALYZE")
-        for statement in (places.CLAIM, places.CLAIM_ENDINGS, events.DROPPABLE):
+        for statement in (places.CLAIM_QUEUED, places.CLAIM_ENDINGS, events.SELECT_PRUNABLE):
             rows = db.execute(b"EXPLAIN " + statement.encode(), values).fetchall()
             plan = "\n".join(row["QUERY PLAN"] for row in rows)
             for table in ("tasks", "places", "sessions", "events", "callbacks"):
@@ -839,10 +848,10 @@ async def test_node_role_does_all(cluster: Cluster) -> None:
         node = await join(log)
         await submit(log, "t", callback_url="http://r")
         (held,) = await claim(log, node)
-        assert await log.finish(held, end(held)) in FILLED
+        assert await log.finish_claim(held, end(held)) in FILLED_ANSWERS
         await log.acknowledge("c", Cursor(position=3), now=NOW)
         await log.lease_callbacks(1, seconds=1)
-        await log.prune(Retention(), now=NOW)
+        await log.prune(RetentionLimits(), now=NOW)
         await log.mark_restored()
     with open_database(dsn, name="x") as db:
         for statement in (

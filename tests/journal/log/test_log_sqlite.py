@@ -14,9 +14,9 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.task import GroupSpec
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.place_table import PlaceTable
-from polarnode.journal.log.port import FILLED, NodeFacts, Offer
+from polarnode.journal.log.port import FILLED_ANSWERS, ClaimOffer, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.writer import Writer
+from polarnode.journal.writer import JournalWriter
 
 
 async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
@@ -26,12 +26,12 @@ async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
         await submit(log, "done")
         await submit(log, "t", num_samples=3, retries=1, group=GroupSpec(early_stop_min=2))
         done, first, second, third = await claim(log, node)
-        await log.session_started(end(third).identity)
+        await log.record_session(end(third).identity)
         for each in (done, first):
-            await log.finish(each, end(each))
+            await log.finish_claim(each, end(each))
         again = await log.put_back(second, end(second, status="interrupted"), keep=True)
         assert again is not None
-        await log.session_started(end(again).identity)
+        await log.record_session(end(again).identity)
     async with open_sqlite(path) as log:
         joined = await log.join(NodeFacts(name="n"))
         assert [(each.session_id, each.attempt, each.retries) for each in joined.inherited] == [
@@ -43,10 +43,10 @@ async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
         assert await log.put_back(mine, end(mine, status="interrupted"), keep=True) is None, (
             "retries are spent"
         )
-        assert await log.finish(other, end(other)) in FILLED
+        assert await log.finish_claim(other, end(other)) in FILLED_ANSWERS
         (ending,) = await log.claim_endings(joined.incarnation, 10)
         assert ending.ending == "early stop", "what was usable before the restart counts"
-        assert await log.finish(ending, end(ending, status="error", reward=None)) in FILLED
+        assert await log.finish_claim(ending, end(ending, status="error", reward=None)) in FILLED_ANSWERS
         record = await log.task("t")
         assert record is not None
         assert record.finished
@@ -58,12 +58,12 @@ async def test_restart_keeps_cancel(tmp_path: Path) -> None:
         node = await join(log)
         await submit(log, "t", num_samples=2)
         (began,) = await claim(log, node, 1)
-        await log.session_started(end(began).identity)
+        await log.record_session(end(began).identity)
         assert await log.cancel("t", NOW)
     async with open_sqlite(path) as log:
         joined = await log.join(NodeFacts(name="n"))
         assert [each.ending for each in joined.inherited] == ["cancelled"]
-        assert await log.to_stop(joined.incarnation) == {"t-0": "cancelled"}
+        assert await log.sessions_to_stop(joined.incarnation) == {"t-0": "cancelled"}
         (queued,) = await log.claim_endings(joined.incarnation, 10)
         assert (queued.session_id, queued.attempt) == ("t-1", 0), "it never began, and keeps its session"
 
@@ -71,10 +71,10 @@ async def test_restart_keeps_cancel(tmp_path: Path) -> None:
 async def test_restored_journal_names_gap(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as log:
-        node, before = await join(log), await log.identity()
+        node, before = await join(log), await log.log_name()
         await submit(log, "t")
         (held,) = await claim(log, node)
-        await log.finish(held, end(held))
+        await log.finish_claim(held, end(held))
         after = await log.mark_restored()
         assert after != before
         assert (await log.events(Cursor(position=3, log=before))).gap is None
@@ -82,7 +82,7 @@ async def test_restored_journal_names_gap(tmp_path: Path) -> None:
         assert ahead is not None
         assert ahead.position == 3
     async with open_sqlite(path) as log:
-        assert await log.identity() == after
+        assert await log.log_name() == after
         unknown = (await log.events(Cursor(position=1, log="another"))).gap
         assert unknown is not None
         assert "another" in unknown.reason
@@ -92,12 +92,12 @@ async def test_node_alone_watches_nobody(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: NOW) as journal:
         log = SqliteLog(journal)
         node = await join(log)
-        assert await log.signs() == {node: 0}
+        assert await log.read_signs() == {node: 0}
         assert await log.put_back_lost() == 0
         with pytest.raises(NotImplementedError, match="--log postgresql"):
-            await log.expire(node, 0)
+            await log.declare_lost(node, 0)
         await log.leave(node)
-        assert not await log.sign(node)
+        assert not await log.give_sign(node)
         assert await log.nodes() == ()
 
 
@@ -117,7 +117,7 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     async with open_sqlite(tmp_path / "journal.sqlite") as log:
         node = await join(log)
         count(Journal, "query")
-        count(Writer, "_commit")
+        count(JournalWriter, "_commit")
         await submit(log, "t", key="k")
         assert counts == {"query": 1, "_commit": 1}, "whether the task is known, and its row"
         counts.clear()
@@ -125,8 +125,8 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert counts == {"_commit": 1}, "it cannot be known"
         counts.clear()
         for number in range(9):
-            log.journal.session_started(make_identity(f"s{number}"))
-        await log.journal.flushed()
+            log.journal.record_session(make_identity(f"s{number}"))
+        await log.journal.flush()
         assert counts["_commit"] <= 2, "they wait for each other"
         counts.clear()
         news, event_news = log.news, log.event_news
@@ -135,7 +135,7 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         counts.clear()
         (held,) = await claim(log, node, room=1)
         assert not counts
-        assert await log.finish(held, end(held)) == "last"
+        assert await log.finish_claim(held, end(held)) == "last"
         assert counts == {"_commit": 1}
 
 
@@ -157,5 +157,5 @@ def test_claim_beyond_first_tasks_looked_at() -> None:
         table.submit(
             spec, task_id=f"t{number}", session_ids=[f"s{number}"], idempotency_key=None, submitted=NOW
         )
-    found = table.claim(Offer(incarnation=1, room=2), {})
+    found = table.claim(ClaimOffer(incarnation=1, room=2), {})
     assert [each.session_id for each in found] == ["s1199"]

@@ -1,12 +1,12 @@
 """Silence is judged by the watcher's own clock, and never over its own pauses."""
 
-from polarnode.journal.log.watching import LEASE_S, SilenceWatch
+from polarnode.journal.log.watching import SIGN_LEASE_S, SilenceWatch
 
 
 def _watch(watch: SilenceWatch, reads: list[tuple[float, dict[int, int]]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for at, signs in reads:
-        found = list(watch.read(signs, asked=at, now=at + 0.01))
+        found = list(watch.find_silent(signs, asked=at, now=at + 0.01))
     return found
 
 
@@ -34,9 +34,9 @@ def test_pause_of_watcher_forgets() -> None:
 def test_slow_answer_is_no_silence() -> None:
     """An answer that took long says how things stood when it was asked for."""
     watch = SilenceWatch()
-    watch.read({1: 7}, asked=0.0, now=0.0)
-    watch.read({1: 7}, asked=0.1, now=2.4)
-    assert watch.read({1: 7}, asked=2.5, now=LEASE_S + 0.5) == ()
+    watch.find_silent({1: 7}, asked=0.0, now=0.0)
+    watch.find_silent({1: 7}, asked=0.1, now=2.4)
+    assert watch.find_silent({1: 7}, asked=2.5, now=SIGN_LEASE_S + 0.5) == ()
 
 
 def test_incarnation_that_left_is_forgotten() -> None:

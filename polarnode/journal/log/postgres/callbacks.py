@@ -1,8 +1,8 @@
 """Callbacks: events that a receiver has not accepted, each leased to one node at a time.
 
-A lease is for who sends and not for what is sent: a node that dies in between leaves an event that another
-sends again, so a receiver may get one twice, with the same key. The server's clock ends a lease; wrong by a
-minute it sends twice or late, and loses nothing.
+A lease decides which node sends an event, and does not promise that it is sent once: when a node dies after
+sending, another one sends the event again, with the same key. The server's clock ends a lease. Where that
+clock is wrong by a minute, events are sent twice or late, and none is lost.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from polarnode.journal.log.port import LeasedCallback
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.pending_callbacks import CallbackCounts
 
-# The oldest of each task alone: the events of a task are sent in their order. The index is stepped through by
-# URL and by task, so that the backlog of a receiver that is down costs its own tries and no others: each node
-# looks some times a second.
-LEASE: Final = """
+# Leases only the oldest event of each task, because the events of a task are sent in their order. The query
+# steps through the index by URL and by task, so that the backlog of a receiver that is down slows only its
+# own events: each node looks some times a second.
+LEASE_CALLBACKS: Final = """
 WITH RECURSIVE urls AS (
     (SELECT url FROM callbacks ORDER BY url LIMIT 1)
     UNION ALL
@@ -58,18 +58,18 @@ def lease_callbacks(
         "each": limit if each is None else each,
         "rooms": Jsonb(dict(rooms)),
     }
-    rows = db.execute(LEASE, values).fetchall()
+    rows = db.execute(LEASE_CALLBACKS, values).fetchall()
     return tuple(sorted((LeasedCallback(**row) for row in rows), key=lambda each: each.position))
 
 
-def callback_taken(db: Database, callback: LeasedCallback) -> bool:
+def accept_callback(db: Database, callback: LeasedCallback) -> bool:
     found = db.execute(
         "DELETE FROM callbacks WHERE position = %s AND lease = %s", (callback.position, callback.lease)
     )
     return found.rowcount > 0
 
 
-def callback_failed(db: Database, callback: LeasedCallback, after_s: float) -> None:
+def retry_callback(db: Database, callback: LeasedCallback, after_s: float) -> None:
     db.execute(
         "UPDATE callbacks SET leased_until = clock_timestamp() + make_interval(secs => %s)"
         " WHERE position = %s AND lease = %s",
@@ -77,7 +77,7 @@ def callback_failed(db: Database, callback: LeasedCallback, after_s: float) -> N
     )
 
 
-def callback_counts(db: Database) -> CallbackCounts:
+def count_callbacks(db: Database) -> CallbackCounts:
     row = db.execute(
         "SELECT (SELECT count(*) FROM callbacks) AS pending, callbacks_expired AS expired FROM log"
     ).fetchone()

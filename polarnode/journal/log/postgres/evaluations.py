@@ -1,4 +1,4 @@
-"""Evaluations: scores that are given to sessions that were over, each as a `reward` event."""
+"""Evaluations: scores that are given to finished sessions, each as a `reward` event."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from polarnode.core.task import EvaluationSpec
 from polarnode.journal.log.postgres.connection import Database
 
 
-def places_of(db: Database, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+def placed_sessions(db: Database, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
     rows = db.execute(
         "SELECT session_id FROM places JOIN tasks USING (task_id)"
         " WHERE CASE WHEN %(task)s::text IS NULL THEN group_id = %(group)s::text ELSE task_id = %(task)s END"
@@ -29,7 +29,7 @@ def session_ends(db: Database, session_ids: Sequence[str]) -> dict[str, bool]:
     return {row["session_id"]: row["over"] for row in rows}
 
 
-INSERT: Final = """
+INSERT_EVALUATION: Final = """
 WITH given AS (
     INSERT INTO evaluations (evaluation_id, idempotency_key, submitted, spec, incarnation)
     VALUES (%(id)s, %(key)s, %(now)s, %(spec)s, %(incarnation)s) ON CONFLICT DO NOTHING
@@ -51,7 +51,7 @@ def submit_evaluation(
     now: float,
 ) -> EvaluationStatus:
     db.execute(
-        INSERT,
+        INSERT_EVALUATION,
         {
             "id": evaluation_id,
             "key": idempotency_key,
@@ -67,7 +67,7 @@ def submit_evaluation(
     return found
 
 
-def reward(db: Database, given: RewardEvent) -> bool:
+def write_reward(db: Database, given: RewardEvent) -> bool:
     body: dict[str, Json] = plain(given)
     body.pop("n", None)
     row = db.execute(
@@ -102,11 +102,13 @@ def evaluation(
         " WHERE evaluation_id = %s::text OR idempotency_key = %s::text",
         (evaluation_id, idempotency_key),
     ).fetchone()
-    return None if row is None else _evaluation(db, row)
+    return None if row is None else _read_evaluation(db, row)
 
 
 def pending_evaluations(db: Database, incarnation: int) -> tuple[EvaluationStatus, ...]:
-    """Those of this node, and those of nodes that are gone, which are this node's from now on."""
+    """The pending evaluations of this node, and those of nodes that are gone, which are this node's from now
+    on.
+    """
     rows = db.execute(
         "UPDATE evaluations SET incarnation = %(mine)s WHERE evaluation_id IN ("
         "SELECT evaluation_id FROM evaluated WHERE n IS NULL AND error IS NULL)"
@@ -115,10 +117,10 @@ def pending_evaluations(db: Database, incarnation: int) -> tuple[EvaluationStatu
         " RETURNING evaluation_id, submitted, spec",
         {"mine": incarnation},
     ).fetchall()
-    return tuple(_evaluation(db, row) for row in sorted(rows, key=lambda row: row["submitted"]))
+    return tuple(_read_evaluation(db, row) for row in sorted(rows, key=lambda row: row["submitted"]))
 
 
-EVALUATED: Final = """
+SELECT_EVALUATED: Final = """
 SELECT session_id,
     CASE WHEN evaluated.error IS NULL THEN CASE WHEN n IS NULL THEN 'pending' ELSE 'evaluated' END
     ELSE CASE WHEN n IS NULL THEN 'refused' ELSE 'failed' END END AS state,
@@ -126,8 +128,8 @@ SELECT session_id,
 FROM evaluated LEFT JOIN sessions USING (session_id) WHERE evaluation_id = %s ORDER BY evaluated.number"""
 
 
-def _evaluation(db: Database, row: Mapping[str, Any]) -> EvaluationStatus:
-    rows = db.execute(EVALUATED, (row["evaluation_id"],)).fetchall()
+def _read_evaluation(db: Database, row: Mapping[str, Any]) -> EvaluationStatus:
+    rows = db.execute(SELECT_EVALUATED, (row["evaluation_id"],)).fetchall()
     sessions = tuple(EvaluatedSession(**each) for each in rows)
     counts = Counter[str](each.state for each in sessions)
     return EvaluationStatus(

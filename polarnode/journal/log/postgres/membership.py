@@ -1,7 +1,7 @@
 """Nodes: one row for each start of a process, and its signs of life.
 
-The server's clock judges nobody: a node is declared lost by who watched the same sign for longer than the
-lease on its own monotonic clock (`watching.py`), and only if the sign is still the same then.
+The server's clock is not used. A node is declared lost by another node that saw the same sign for longer than
+the lease, on its own monotonic clock (`watching.py`), and only if the sign is still the same then.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from attrs import frozen
 from psycopg.types.json import Jsonb
 
 from polarnode.core.conversation import Json
-from polarnode.journal.log.port import Joined, NodeFacts, NodeRow
+from polarnode.journal.log.port import JoinedNode, NodeFacts, NodeRow
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.places import claims, put_back_lost
 
-# An incarnation and what earlier ones of its name held change hands in one statement: from then on the
-# fence of `finish_place` refuses an older process of this name that still runs.
-JOIN: Final = """
+# One statement begins an incarnation and gives it the places of earlier ones of its name. From then on
+# `finish_place` refuses an older process of this name that still runs.
+JOIN_NODE: Final = """
 WITH began AS (
     INSERT INTO nodes (name, url, certificate, version, labels)
     VALUES (%(name)s, %(url)s, %(certificate)s, %(version)s, %(labels)s) RETURNING incarnation, name
@@ -37,7 +37,7 @@ WITH began AS (
 SELECT incarnation FROM began"""
 
 
-def join(db: Database, facts: NodeFacts) -> Joined:
+def join(db: Database, facts: NodeFacts) -> JoinedNode:
     values = {
         "name": facts.name,
         "url": facts.url,
@@ -45,18 +45,19 @@ def join(db: Database, facts: NodeFacts) -> Joined:
         "version": facts.version,
         "labels": Jsonb(dict(facts.labels)),
     }
-    db.execute("SELECT settle_identity()")  # after a failover, numbers go on where no living node has one
-    row = db.execute(JOIN, values).fetchone()
+    db.execute("SELECT settle_identity()")  # after a failover it skips numbers that living nodes may have
+    row = db.execute(JOIN_NODE, values).fetchone()
     assert row is not None
-    return Joined(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))
+    return JoinedNode(incarnation=row["incarnation"], inherited=claims(db, row["incarnation"]))
 
 
 def renew_certificate(db: Database, incarnation: int, certificate: str) -> None:
     db.execute("UPDATE nodes SET certificate = %s WHERE incarnation = %s", (certificate, incarnation))
 
 
-# One statement a second and node: 64 nodes on one server are 64 of them, and each more is 64 more.
-BEAT: Final = """
+# Each node runs this statement once a second. With 64 nodes, a further statement here would be 64 more a
+# second.
+GIVE_SIGN: Final = """
 WITH signed AS (
     UPDATE nodes SET sign = sign + 1, signed = clock_timestamp(), report = coalesce(%(report)s, report),
         reading = coalesce(%(reading)s, reading), load = %(load)s
@@ -69,9 +70,9 @@ FROM nodes WHERE state = 'alive'"""
 
 
 @frozen(kw_only=True)
-class Beat:
-    """What a node is told when it gives its sign: whether it was taken, the signs of all, and the loads of
-    those of its model that begin sessions, its own as it was before.
+class SignAnswer:
+    """The answer to a sign of life: whether it was accepted, the signs of all nodes that are alive, and the
+    loads of those with the same model that begin sessions. The node's own load in it is the previous one.
     """
 
     signed: bool
@@ -80,22 +81,22 @@ class Beat:
     callbacks_pending: bool
 
 
-def beat(
+def give_sign(
     db: Database,
     incarnation: int | None,
     report: Mapping[str, Json] | None = None,
     reading: Mapping[str, int] | None = None,
     load: float | None = None,
-) -> Beat:
-    """Give a sign, if there is an incarnation, and read those of all."""
+) -> SignAnswer:
+    """Give a sign, if there is an incarnation, and read the signs of all nodes."""
     values = {
         "incarnation": incarnation,
         "report": None if report is None else Jsonb(dict(report)),
         "reading": None if reading is None else Jsonb(dict(reading)),
         "load": load,
     }
-    rows = db.execute(BEAT, values).fetchall()
-    return Beat(
+    rows = db.execute(GIVE_SIGN, values).fetchall()
+    return SignAnswer(
         signed=bool(rows) and rows[0]["signed"],
         signs={row["incarnation"]: row["sign"] for row in rows},
         loads={row["incarnation"]: row["load"] for row in rows if row["load"] is not None},
@@ -103,16 +104,18 @@ def beat(
     )
 
 
-def signs(db: Database) -> dict[int, int]:
+def read_signs(db: Database) -> dict[int, int]:
     rows = db.execute("SELECT incarnation, sign FROM nodes WHERE state = 'alive'")
     return {row["incarnation"]: row["sign"] for row in rows}
 
 
-EXPIRE: Final = "UPDATE nodes SET state = 'lost' WHERE incarnation = %s AND state = 'alive' AND sign = %s"
+DECLARE_LOST: Final = (
+    "UPDATE nodes SET state = 'lost' WHERE incarnation = %s AND state = 'alive' AND sign = %s"
+)
 
 
-def expire(db: Database, incarnation: int, last: int) -> bool:
-    return db.execute(EXPIRE, (incarnation, last)).rowcount > 0
+def declare_lost(db: Database, incarnation: int, last: int) -> bool:
+    return db.execute(DECLARE_LOST, (incarnation, last)).rowcount > 0
 
 
 def leave(db: Database, incarnation: int) -> None:
@@ -120,7 +123,7 @@ def leave(db: Database, incarnation: int) -> None:
     put_back_lost(db)
 
 
-NODES: Final = """
+SELECT_NODES: Final = """
 SELECT nodes.*, (SELECT count(*) FROM places
     WHERE places.incarnation = nodes.incarnation AND places.state = 'running')
     AS running FROM nodes """
@@ -128,12 +131,14 @@ SELECT nodes.*, (SELECT count(*) FROM places
 
 def nodes(db: Database, *, every: bool) -> tuple[NodeRow, ...]:
     where = "" if every else "WHERE state = 'alive' "
-    return tuple(map(read_node, db.execute((NODES + where + "ORDER BY name, incarnation").encode())))
+    return tuple(map(read_node, db.execute((SELECT_NODES + where + "ORDER BY name, incarnation").encode())))
 
 
 def node_of(db: Database, session_id: str) -> NodeRow | None:
     row = db.execute(
-        (NODES + "WHERE incarnation = (SELECT incarnation FROM sessions WHERE session_id = %s)").encode(),
+        (
+            SELECT_NODES + "WHERE incarnation = (SELECT incarnation FROM sessions WHERE session_id = %s)"
+        ).encode(),
         (session_id,),
     ).fetchone()
     return None if row is None else read_node(row)

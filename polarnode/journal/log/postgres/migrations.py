@@ -1,8 +1,9 @@
-"""The numbered migrations of the log's tables: each one file, one transaction.
+"""The numbered migrations of the log's tables. Each is one file and one transaction.
 
-A node opens a log whose last migration is its own. It makes the tables only where the database has none yet,
-and never upgrades them by itself, because nodes of the version before would be cut off. A log that is newer
-is refused by name: a node of the version before may go on beside it only where `RUNS_WITH` says so.
+A node opens a log only if it knows the log's last migration. It makes the tables where the database has none
+yet, and never upgrades them by itself, because nodes of the version before would be cut off. A newer log is
+refused, and the message names its migration. A node of the version before may run on it only where
+`COMPATIBLE_MIGRATIONS` says so.
 """
 
 import logging
@@ -19,9 +20,11 @@ from polarnode.journal.log.postgres.connection import SCHEMA, Database
 logger = logging.getLogger(__name__)
 
 OLDEST_SERVER: Final = 140_000  # SQL-standard function bodies; Debian 12 has 15
-# Newer migrations that this version's nodes run beside, because they only add what it does not read.
-RUNS_WITH: Final[frozenset[int]] = frozenset()
-LOCK: Final = 7_046_029_254_386_353_131  # of two migrators; the number means nothing
+# Newer migrations with which nodes of this version still run, because they only add what it does not read.
+COMPATIBLE_MIGRATIONS: Final[frozenset[int]] = frozenset()
+MIGRATION_LOCK: Final = (
+    7_046_029_254_386_353_131  # only one process migrates at a time; the number is arbitrary
+)
 
 
 @frozen(kw_only=True)
@@ -32,7 +35,7 @@ class Migration:
 
 
 def read_migrations() -> tuple[Migration, ...]:
-    """Those of this version, in order."""
+    """The migrations of this version, in order."""
     folder = files("polarnode.journal.log.postgres") / "migrations"
     found = sorted(
         (each for each in folder.iterdir() if each.name.endswith(".sql")), key=lambda each: each.name
@@ -43,7 +46,7 @@ def read_migrations() -> tuple[Migration, ...]:
 
 
 def applied_migrations(db: Database) -> tuple[int, ...]:
-    """The numbers of those that the database has."""
+    """The numbers of the migrations that the database has."""
     try:
         exists: dict[str, Any] | None = db.execute(
             "SELECT to_regclass(%s) AS found", (f"{SCHEMA}.migrations",)
@@ -62,12 +65,12 @@ def applied_migrations(db: Database) -> tuple[int, ...]:
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tuple[str, ...]:
-    """Apply what is missing, each in a transaction. Gives the names. Raises ConfigError."""
+    """Apply the missing migrations, each in a transaction. Returns their names. Raises ConfigError."""
     wanted = read_migrations() if migrations is None else migrations
     if db.info.server_version < OLDEST_SERVER:
         raise ConfigError(f"PostgreSQL {db.info.server_version // 10_000} is too old: use 14 or newer")
     try:
-        return _apply(db, wanted)
+        return _apply_missing(db, wanted)
     except psycopg.errors.InsufficientPrivilege as error:
         raise ConfigError(
             f"this login may not make the log's tables ({_first_line(error)}): run `polarnode migrate --log"
@@ -75,11 +78,11 @@ def migrate(db: Database, migrations: tuple[Migration, ...] | None = None) -> tu
         ) from error
 
 
-def _apply(db: Database, wanted: tuple[Migration, ...]) -> tuple[str, ...]:
+def _apply_missing(db: Database, wanted: tuple[Migration, ...]) -> tuple[str, ...]:
     done: list[str] = []
     for each in wanted:
         with db.transaction():
-            db.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
+            db.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATION_LOCK,))
             db.execute("SET LOCAL statement_timeout = 0")
             have = applied_migrations(db)
             refuse_newer(have, wanted)
@@ -109,8 +112,8 @@ def prepare_tables(db: Database) -> None:
     """Make the tables where there are none yet. Raises ConfigError where this node cannot use those that
     there are.
     """
-    with db.transaction():  # all of them: a node that begins in the same moment waits, and never sees a part
-        db.execute("SELECT pg_advisory_xact_lock(%s)", (LOCK,))
+    with db.transaction():  # a node that begins in the same moment waits, and never sees only some tables
+        db.execute("SELECT pg_advisory_xact_lock(%s)", (MIGRATION_LOCK,))
         if applied_migrations(db):
             check_version(db)
         else:
@@ -130,7 +133,7 @@ def check_version(db: Database) -> None:
 
 
 def refuse_newer(have: tuple[int, ...], wanted: tuple[Migration, ...]) -> None:
-    known = {each.number for each in wanted} | RUNS_WITH
+    known = {each.number for each in wanted} | COMPATIBLE_MIGRATIONS
     newer = [number for number in have if number not in known]
     if newer:
         raise ConfigError(

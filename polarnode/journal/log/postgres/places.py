@@ -1,8 +1,8 @@
 """Tasks and their places: submit, claim, finish, put back, cancel.
 
-Each function is one statement of the connection, or a few of which each may be made again. What must be
-whole is a function of the database (`migrations/0002_functions.sql`): a process that is stopped between two
-statements then holds nothing.
+Each function is one statement, or a few of which each may be repeated. Changes that must happen together are
+one function of the database (`migrations/0002_functions.sql`), so a process that is stopped between two
+statements holds no lock.
 """
 
 import logging
@@ -16,16 +16,16 @@ from psycopg.types.json import Jsonb
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.codec.tasks import task_json
 from polarnode.core.errors import Conflict, JournalError
-from polarnode.core.task import CAPTURE, TaskSpec
+from polarnode.core.task import CAPTURE_HARNESS, TaskSpec
 from polarnode.core.trajectory import Outcome
-from polarnode.groups.group import Facts, member_of
-from polarnode.journal.log.endings import task_ending
+from polarnode.groups.group import SessionFacts, make_member
+from polarnode.journal.log.endings import ending_bodies
 from polarnode.journal.log.port import (
     Claim,
-    Ended,
+    ClaimOffer,
+    EndedSession,
     EndingCause,
     FinishAnswer,
-    Offer,
     fork_parent_id,
 )
 from polarnode.journal.log.postgres.connection import Database
@@ -34,8 +34,10 @@ from polarnode.merge.trajectory import Identity
 
 logger = logging.getLogger(__name__)
 
-BODY_TRIES: Final = 3  # of writing a body: another packing of it may be there once, and not again
-PART_BYTES: Final = 4 << 20  # of a body in one statement: a sign of life on the same disk waits no longer
+MAX_BODY_TRIES: Final = 3  # attempts to write a body: another packing of it may be there once, and not again
+# About so many bytes of a body are written in one statement, so that a sign of life waits for the disk no
+# longer.
+MAX_STATEMENT_BYTES: Final = 4 << 20
 
 # ── submit ────────────────────────────────────────────────────────────────────
 
@@ -69,7 +71,7 @@ def submit(
     submitted: float,
     model: str = "",
 ) -> str:
-    """Write a task. Gives its id: that of the task of this key, where there is one."""
+    """Write a task and return its id. Where a task with this key exists, its id is returned instead."""
     check_names(spec, task_id, session_ids, idempotency_key)
     values = {
         "task": task_id,
@@ -81,7 +83,7 @@ def submit(
         "requires": Jsonb({**({"model": model} if model else {}), **spec.requires}),
         "image": spec.runtime.image,
         "adapter": spec.adapter,
-        "by_caller": spec.harness.name == CAPTURE,
+        "by_caller": spec.harness.name == CAPTURE_HARNESS,
         "retries": spec.budgets.retries,
         "early_stop_min": spec.group.early_stop_min,
         "url": spec.callback_url,
@@ -101,7 +103,7 @@ def submit(
         same_key = (
             row is not None and idempotency_key is not None and row["idempotency_key"] == idempotency_key
         )
-        # without a key, who sends the same again after a lost answer is told by the whole of what it sent
+        # Without a key, a repetition after a lost answer is recognised by the whole spec.
         same_task = row is not None and row["task_id"] == task_id and bytes(row["spec"]) == values["spec"]
         if row is not None and (same_key or same_task):
             return str(row["task_id"])
@@ -110,8 +112,8 @@ def submit(
 
 # ── claim ─────────────────────────────────────────────────────────────────────
 
-# {chosen} are the places that are taken; %(incarnation)s takes them.
-TAKE: Final = """
+# {chosen} are the places that are taken, and %(incarnation)s takes them.
+TAKE_PLACES: Final = """
 WITH chosen AS ({chosen}), taken AS (
     UPDATE places SET state = 'running', incarnation = %(incarnation)s, attempt = places.attempt + 1,
         session_id = CASE WHEN places.attempt < 0 THEN places.session_id ELSE new_session_id() END
@@ -128,12 +130,12 @@ WITH chosen AS ({chosen}), taken AS (
 SELECT taken.*, spec, submitted, idempotency_key, cancelled, enough
 FROM taken JOIN tasks USING (task_id) ORDER BY taken.priority DESC, taken.number, place"""
 
-# What may be chosen: places of tasks that run here, and the first %(window)s of the queue, in its order, of
-# which an index gives no more rows than are asked for. To look through a queue of 100,000 places took two
-# seconds, and a join in place of the query in brackets lets the planner do so. Rows that are locked by
-# another claim are passed over, so that nodes never wait for each other. A node that was declared lost claims
-# nothing: what it would take would be put back at once.
-QUEUED: Final = """
+# The candidates are places of tasks that run here, and the first %(window)s of the queue in its order, for
+# which an index gives no more rows than are asked for. Looking through a queue of 100,000 places took two
+# seconds, and a join in place of the query in brackets would let the planner do that. Rows that another claim
+# has locked are skipped, so that nodes never wait for each other. A node that was declared lost claims
+# nothing, because its places would be put back at once.
+SELECT_QUEUED: Final = """
 WITH mine AS (
     SELECT DISTINCT task_id FROM places WHERE state = 'running' AND incarnation = %(incarnation)s
 ), first AS (
@@ -153,17 +155,18 @@ ORDER BY p.priority DESC, (p.task_id IN (SELECT task_id FROM mine)) DESC, t.imag
     p.number, p.place
 LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
-FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.requires <@ %(labels)s
+TASK_FITS: Final = """t.cancelled IS NULL AND NOT t.enough AND NOT t.by_caller AND t.requires <@ %(labels)s
     AND NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
         AND w.adapter IN ('', t.adapter) AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)
     AND NOT p.task_id || '/' || p.place = ANY (%(avoided)s)"""
-# of the base, whatever the task: asked once, so that a stale node looks through no queue
-CURRENT: Final = """NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
+# Whether the node serves the current version of the base, whatever the task. It is asked once, so that a
+# stale node looks through no queue.
+SERVES_CURRENT: Final = """NOT EXISTS (SELECT 1 FROM weights w WHERE w.current AND w.model = %(model)s
         AND w.adapter = '' AND w.version IS DISTINCT FROM %(serving)s ->> w.adapter)"""
 
-# Of the tasks that are to end only those are looked at that have not ended, and of each (OFFSET 0) its own
-# places: neither table is read.
-TO_END: Final = """
+# Looks only at tasks which are to end and have not ended, and at the places of each of them (OFFSET 0), so
+# that neither table is read whole.
+SELECT_TO_END: Final = """
 WITH candidates AS (
     SELECT task_id, place FROM places WHERE state = 'queued' AND spent
     UNION SELECT task_id, place FROM tasks, LATERAL (
@@ -177,38 +180,38 @@ WHERE p.state = 'queued' AND (p.spent OR t.cancelled IS NOT NULL OR t.enough)
     AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
 ORDER BY p.number, p.place LIMIT %(room)s FOR UPDATE OF p SKIP LOCKED"""
 
-# Places of the queue that a claim looks at: as many as 64 nodes take at once, and an image is preferred
-# among them
-WINDOW: Final = 512
+# The number of places of the queue that a claim looks at: as many as 64 nodes take at once. Among them,
+# images that are here are preferred.
+CLAIM_WINDOW: Final = 512
 
-NAMED: Final = """
+SELECT_NAMED: Final = """
 SELECT task_id, place, session_id FROM places
 WHERE task_id = %(task)s AND place = %(place)s AND state = 'queued'
     AND EXISTS (SELECT 1 FROM nodes WHERE incarnation = %(incarnation)s AND state = 'alive')
 FOR UPDATE"""
 
-CLAIM: Final = TAKE.format(chosen=QUEUED.format(fits=FITS, current=CURRENT))
-CLAIM_ENDINGS: Final = TAKE.format(chosen=TO_END)
-TAKE_NAMED: Final = TAKE.format(chosen=NAMED)
+CLAIM_QUEUED: Final = TAKE_PLACES.format(chosen=SELECT_QUEUED.format(fits=TASK_FITS, current=SERVES_CURRENT))
+CLAIM_ENDINGS: Final = TAKE_PLACES.format(chosen=SELECT_TO_END)
+TAKE_NAMED: Final = TAKE_PLACES.format(chosen=SELECT_NAMED)
 
-HELD: Final = """
+SELECT_HELD: Final = """
 SELECT places.*, spec, submitted, idempotency_key, cancelled, enough FROM places JOIN tasks USING (task_id)
 WHERE state = 'running' AND incarnation = %s ORDER BY places.number, place"""
 
 
-def claim(db: Database, offer: Offer) -> tuple[Claim, ...]:
+def claim(db: Database, offer: ClaimOffer) -> tuple[Claim, ...]:
     values = {
         "incarnation": offer.incarnation,
         "room": offer.room,
         "begun_only": offer.begun_only,
-        "window": WINDOW + offer.room,
+        "window": CLAIM_WINDOW + offer.room,
         "labels": Jsonb(dict(offer.labels)),
         "model": offer.labels.get("model", ""),
         "images": list(offer.images),
         "avoided": [f"{task_id}/{place}" for task_id, place in offer.avoided],
         "serving": Jsonb(dict(offer.serving)),
     }
-    return () if offer.room < 1 else tuple(map(read_claim, db.execute(CLAIM, values).fetchall()))
+    return () if offer.room < 1 else tuple(map(read_claim, db.execute(CLAIM_QUEUED, values).fetchall()))
 
 
 def claim_endings(db: Database, incarnation: int, limit: int) -> tuple[Claim, ...]:
@@ -221,7 +224,7 @@ def take_place(db: Database, task_id: str, sample_index: int, incarnation: int) 
     return next(map(read_claim, db.execute(TAKE_NAMED, values).fetchall()), None)
 
 
-# by the index of each sort of place: those that are over, which are most, are not read
+# Uses the index of each sort of place. Places that are over, which are most, are not read.
 COUNT_OPEN: Final = """
 SELECT count(*) AS count FROM (
     (SELECT 1 FROM places WHERE state = 'running' LIMIT %(limit)s)
@@ -232,13 +235,13 @@ SELECT count(*) AS count FROM (
 
 
 def count_open(db: Database, limit: int) -> int:
-    """The places that are not over, at most so many."""
+    """Count the places that are not over, up to `limit`."""
     row = db.execute(COUNT_OPEN, {"limit": limit}).fetchone()
     return 0 if row is None else int(row["count"])
 
 
 def claims(db: Database, incarnation: int) -> tuple[Claim, ...]:
-    return tuple(map(read_claim, db.execute(HELD, (incarnation,)).fetchall()))
+    return tuple(map(read_claim, db.execute(SELECT_HELD, (incarnation,)).fetchall()))
 
 
 def read_claim(row: Mapping[str, Any]) -> Claim:
@@ -252,17 +255,17 @@ def read_claim(row: Mapping[str, Any]) -> Claim:
         spec=structure(read_json(bytes(row["spec"])), TaskSpec),
         submitted=row["submitted"],
         idempotency_key=row["idempotency_key"],
-        ending=_ending(row),
+        ending=_ending_cause(row),
     )
 
 
-def _ending(row: Mapping[str, Any]) -> EndingCause | None:
+def _ending_cause(row: Mapping[str, Any]) -> EndingCause | None:
     return ending_cause(
         cancelled=row["cancelled"] is not None, enough=bool(row["enough"]), spent=bool(row["spent"])
     )
 
 
-def session_started(db: Database, identity: Identity, incarnation: int | None) -> None:
+def record_session(db: Database, identity: Identity, incarnation: int | None) -> None:
     db.execute(
         "INSERT INTO sessions (session_id, task_id, place, attempt, incarnation, identity, forked_from)"
         " VALUES (%(session)s, %(task)s, %(place)s, %(attempt)s, %(incarnation)s, %(identity)s, %(parent)s)"
@@ -284,8 +287,8 @@ def session_started(db: Database, identity: Identity, incarnation: int | None) -
 # ── the end of a session ──────────────────────────────────────────────────────
 
 
-def put_body(db: Database, ended: Ended, incarnation: int) -> None:
-    """Write the parts of a body that are not there, some megabytes in each statement."""
+def put_body(db: Database, ended: EndedSession, incarnation: int) -> None:
+    """Write the parts of a body that are not there yet, some megabytes in each statement."""
     session_id = ended.identity.session_id
     have = {
         row["part"]
@@ -300,7 +303,7 @@ def put_body(db: Database, ended: Ended, incarnation: int) -> None:
             continue
         batch.append(part)
         size += len(part[1])
-        if size >= PART_BYTES:
+        if size >= MAX_STATEMENT_BYTES:
             _put_parts(db, session_id, incarnation, batch)
             batch, size = [], 0
     _put_parts(db, session_id, incarnation, batch)
@@ -317,7 +320,7 @@ def _put_parts(db: Database, session_id: str, incarnation: int, batch: list[tupl
 
 
 def drop_body(db: Database, session_id: str, incarnation: int) -> None:
-    """Delete what is there of a body that no event has: parts of another packing of the same session."""
+    """Delete the parts of a body that no event has. They are of another packing of the same session."""
     db.execute(
         "DELETE FROM bodies WHERE session_id = %(session)s AND written_by = %(writer)s AND NOT EXISTS ("
         "SELECT 1 FROM sessions WHERE session_id = %(session)s AND written_by = %(writer)s)",
@@ -325,50 +328,55 @@ def drop_body(db: Database, session_id: str, incarnation: int) -> None:
     )
 
 
-FINISH: Final = """SELECT finish_place(%(task)s, %(place)s, %(session)s, %(attempt)s, %(incarnation)s,
+FINISH_PLACE: Final = """SELECT finish_place(%(task)s, %(place)s, %(session)s, %(attempt)s, %(incarnation)s,
     %(outcome)b, %(status)s, %(reward)s::double precision, %(trainable)s, %(staleness)s::integer, %(turns)s,
     %(sampled)s::bigint, %(identity)b, %(parent)s::text, %(at)s, %(usable)s, %(parts)s, %(bytes)s::bigint,
     %(group_event)b::bytea, %(task_event)b::bytea) AS answer"""
 
-PUBLISH: Final = """SELECT publish_session(%(kind)s, %(task)s, %(group)s, %(place)s, %(attempt)s, %(session)s,
-    %(incarnation)s, %(outcome)b, %(status)s, %(reward)s::double precision, %(trainable)s,
+PUBLISH_SESSION: Final = """SELECT publish_session(%(kind)s, %(task)s, %(group)s, %(place)s, %(attempt)s,
+    %(session)s, %(incarnation)s, %(outcome)b, %(status)s, %(reward)s::double precision, %(trainable)s,
     %(staleness)s::integer, %(turns)s, %(sampled)s::bigint, %(identity)b, %(parent)s::text, %(at)s, %(parts)s,
     %(bytes)s::bigint) AS answer"""
 
 
-def finish(db: Database, claimed: Claim, ended: Ended) -> FinishAnswer:
-    """Fill a place: the body first, then one short statement."""
+def finish_claim(db: Database, claimed: Claim, ended: EndedSession) -> FinishAnswer:
+    """Fill a place. The body is written first, and then one short statement finishes the place."""
     spec = claimed.spec
-    values = _values(ended, claimed.incarnation)
-    values |= {"usable": member_of(spec.group, ended.facts).usable, "group_event": None, "task_event": None}
+    values = _session_values(ended, claimed.incarnation)
+    values |= {"usable": make_member(spec.group, ended.facts).usable, "group_event": None, "task_event": None}
     put_body(db, ended, claimed.incarnation)
     bodies = 1
     while True:
-        answer = _answer(db, FINISH, values)
+        answer = _call_function(db, FINISH_PLACE, values)
         if answer == "again":
-            # the last place: the others stand, so the events can be made before the next call
-            values |= _last_events(db, claimed, ended)
+            # This is the task's last place. The others no longer change, so the next call can bring the
+            # events.
+            values |= _ending_events(db, claimed, ended)
         elif answer == "body":
             bodies = _put_body_again(db, ended, claimed.incarnation, bodies)
         else:
             return cast(FinishAnswer, answer)
 
 
-def publish(db: Database, ended: Ended, incarnation: int, *, kind: str | None = None) -> FinishAnswer:
+def publish_session(
+    db: Database, ended: EndedSession, incarnation: int, *, kind: str | None = None
+) -> FinishAnswer:
     put_body(db, ended, incarnation)
-    # a session of a task that fills no place is an attempt; a capture's trajectory is a trajectory
+    # A session that has a task and fills no place is an attempt. A capture without a task is a trajectory.
     task = db.execute("SELECT 1 FROM tasks WHERE task_id = %s", (ended.identity.task_id,)).fetchone()
-    values = _values(ended, incarnation) | {"kind": kind or ("trajectory" if task is None else "attempt")}
+    values = _session_values(ended, incarnation) | {
+        "kind": kind or ("trajectory" if task is None else "attempt")
+    }
     bodies = 1
-    while (answer := _answer(db, PUBLISH, values)) == "body":
+    while (answer := _call_function(db, PUBLISH_SESSION, values)) == "body":
         bodies = _put_body_again(db, ended, incarnation, bodies)
     return cast(FinishAnswer, answer)
 
 
-def _put_body_again(db: Database, ended: Ended, incarnation: int, before: int) -> int:
-    """Write a body anew of which other parts were there; how often it was written now."""
+def _put_body_again(db: Database, ended: EndedSession, incarnation: int, before: int) -> int:
+    """Write a body again after parts of another packing were found. Returns how often it was written now."""
     session_id = ended.identity.session_id
-    if before == BODY_TRIES:
+    if before == MAX_BODY_TRIES:
         raise JournalError(f"the body of session {session_id} is not whole in the log after it was written")
     logger.warning("the body of session %s is written again", session_id)
     drop_body(db, session_id, incarnation)
@@ -376,13 +384,13 @@ def _put_body_again(db: Database, ended: Ended, incarnation: int, before: int) -
     return before + 1
 
 
-def _answer(db: Database, statement: str, values: Mapping[str, Any]) -> str:
+def _call_function(db: Database, statement: str, values: Mapping[str, Any]) -> str:
     row = db.execute(statement, values).fetchone()
     assert row is not None
     return str(row["answer"])
 
 
-def _values(ended: Ended, incarnation: int) -> dict[str, Any]:
+def _session_values(ended: EndedSession, incarnation: int) -> dict[str, Any]:
     identity = ended.identity
     return {
         "task": identity.task_id,
@@ -406,13 +414,13 @@ def _values(ended: Ended, incarnation: int) -> dict[str, Any]:
     }
 
 
-def _last_events(db: Database, claimed: Claim, ended: Ended) -> dict[str, bytes]:
+def _ending_events(db: Database, claimed: Claim, ended: EndedSession) -> dict[str, bytes]:
     others = [
         (facts, finished)
         for facts, finished in read_facts(db, claimed.task_id)
         if facts.sample_index != claimed.sample_index
     ]
-    bodies = task_ending(
+    bodies = ending_bodies(
         claimed.spec,
         (*(facts for facts, _ in others), ended.facts),
         task_id=claimed.task_id,
@@ -422,8 +430,8 @@ def _last_events(db: Database, claimed: Claim, ended: Ended) -> dict[str, bytes]
     return {"group_event": dump_json(bodies["group"]), "task_event": dump_json(bodies["task"])}
 
 
-def read_facts(db: Database, task_id: str) -> list[tuple[Facts, float]]:
-    """What a group is judged by, of the task's places that are over, and when each ended."""
+def read_facts(db: Database, task_id: str) -> list[tuple[SessionFacts, float]]:
+    """The facts by which a group is judged, of the task's places that are over, and when each ended."""
     rows = db.execute(
         "SELECT sessions.* FROM places JOIN sessions USING (session_id)"
         " WHERE places.task_id = %s AND state = 'over' ORDER BY places.place",
@@ -431,7 +439,7 @@ def read_facts(db: Database, task_id: str) -> list[tuple[Facts, float]]:
     )
     return [
         (
-            Facts(
+            SessionFacts(
                 session_id=row["session_id"],
                 sample_index=row["place"],
                 outcome=evolve(read_outcome(row["outcome"]), log_tail=None),
@@ -455,12 +463,14 @@ PUT_BACK: Final = """SELECT put_back_place(%(task)s, %(place)s, %(session)s, %(i
     %(keep)s) AS session_id"""
 
 
-def put_back(db: Database, claimed: Claim, ended: Ended | None, *, counts: bool, keep: bool) -> Claim | None:
-    """Give a place back. What was lost is published first: killed in between, the node is silent, and its
-    place is put back by others.
+def put_back(
+    db: Database, claimed: Claim, ended: EndedSession | None, *, counts: bool, keep: bool
+) -> Claim | None:
+    """Give a place back. The lost session is published first: if the node is killed in between, it becomes
+    silent and others put its place back.
     """
     if ended is not None:
-        publish(db, ended, claimed.incarnation, kind="attempt")
+        publish_session(db, ended, claimed.incarnation, kind="attempt")
     values = {
         "task": claimed.task_id,
         "place": claimed.sample_index,
@@ -481,7 +491,7 @@ def put_back(db: Database, claimed: Claim, ended: Ended | None, *, counts: bool,
     )
 
 
-# Whoever watches puts back what is held by incarnations that are not alive; two watchers at once share the
+# Puts back the places of incarnations that are not alive. Any watcher may run this, and two at once share the
 # rows.
 PUT_BACK_LOST: Final = """
 WITH held AS (
@@ -506,26 +516,26 @@ def put_back_lost(db: Database) -> int:
 
 # ── cancels and early stops ───────────────────────────────────────────────────
 
-CANCEL: Final = """
+CANCEL_TASK: Final = """
 WITH cancelled AS (
     UPDATE tasks SET cancelled = %(at)s WHERE task_id = %(task)s AND cancelled IS NULL RETURNING task_id
 )
 SELECT pg_notify('polarnode', 'orders') FROM cancelled"""
 
-OPEN: Final = "SELECT 1 FROM places WHERE task_id = %s AND state <> 'over' LIMIT 1"
+SELECT_OPEN_PLACE: Final = "SELECT 1 FROM places WHERE task_id = %s AND state <> 'over' LIMIT 1"
 
-TO_STOP: Final = """
+SELECT_TO_STOP: Final = """
 SELECT session_id, spent, cancelled, enough FROM places JOIN tasks USING (task_id)
 WHERE state = 'running' AND incarnation = %s AND (cancelled IS NOT NULL OR enough)"""
 
 
 def cancel(db: Database, task_id: str, at: float) -> bool:
-    if db.execute(OPEN, (task_id,)).fetchone() is None:
+    if db.execute(SELECT_OPEN_PLACE, (task_id,)).fetchone() is None:
         return False
-    db.execute(CANCEL, {"task": task_id, "at": at})
+    db.execute(CANCEL_TASK, {"task": task_id, "at": at})
     return True
 
 
-def to_stop(db: Database, incarnation: int) -> dict[str, EndingCause]:
-    found = {row["session_id"]: _ending(row) for row in db.execute(TO_STOP, (incarnation,))}
+def sessions_to_stop(db: Database, incarnation: int) -> dict[str, EndingCause]:
+    found = {row["session_id"]: _ending_cause(row) for row in db.execute(SELECT_TO_STOP, (incarnation,))}
     return {session_id: cause for session_id, cause in found.items() if cause is not None}

@@ -1,9 +1,9 @@
-"""The log in PostgreSQL: the port's methods, each a function of a connection that runs in a thread.
+"""The log in PostgreSQL. Each method of the port runs a function of a connection in a thread.
 
-Three connections a node: the writer's (claims, bodies, finishing), the reader's (pages and queries) and the
-watcher's, which gives signs of life and listens, so that no body of 100 MB holds up a sign. While the log
-is away every call raises LogAway; nothing is kept here to be written later, because only the node knows
-what it still has.
+A node has three connections: the writer's (claims, bodies, finishing), the reader's (pages and queries) and
+the watcher's, which gives signs of life and listens, so that no body of 100 MB delays a sign. While the log
+is away every call raises LogAway. Nothing is kept here to be written later, because only the node knows what
+it still has.
 """
 
 import logging
@@ -24,25 +24,25 @@ from polarnode.core.status import Consumer, EvaluationStatus, RewardEvent, Sessi
 from polarnode.core.task import EvaluationSpec, ForkSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.core.weights import PauseMode
-from polarnode.groups.group import Facts
+from polarnode.groups.group import SessionFacts
 from polarnode.journal.forks import EarlierAttempt, ForkParent
-from polarnode.journal.held import KEPT_S
-from polarnode.journal.log.news import News
+from polarnode.journal.held import KEEP_ACKNOWLEDGED_S
+from polarnode.journal.log.news import NewsCounter
 from polarnode.journal.log.port import (
-    NO_ROOMS,
+    NO_URL_LIMITS,
     Claim,
-    Ended,
+    ClaimOffer,
+    EndedSession,
     EndingCause,
     FinishAnswer,
-    Joined,
+    JoinedNode,
     LeasedCallback,
-    LogAway,
     LogPage,
-    LogStanding,
+    LogStatus,
+    LogUnavailable,
     LogWeights,
     NodeFacts,
     NodeRow,
-    Offer,
     TransferKind,
 )
 from polarnode.journal.log.postgres import (
@@ -54,14 +54,14 @@ from polarnode.journal.log.postgres import (
     queries,
     weights,
 )
-from polarnode.journal.log.postgres.connection import Connection, Database, check_dsn
+from polarnode.journal.log.postgres.connection import Database, LogConnection, check_dsn
 from polarnode.journal.log.postgres.migrations import prepare_tables
 from polarnode.journal.log.watching import SilenceWatch
 from polarnode.journal.pending_callbacks import EVENT_KINDS, CallbackCounts
-from polarnode.journal.queries import Recent
+from polarnode.journal.queries import ByteCache
 from polarnode.journal.values import (
-    Filters,
-    Retention,
+    EventFilters,
+    RetentionLimits,
     TaskRecord,
     TrajectoryEncoder,
     json_encoder,
@@ -73,55 +73,62 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SIGN_S: Final = 1.0  # between signs of life
-# Between looks at what nobody notifies, such as places that a node which died left to others, and the queue's
-# length: with 64 nodes some is looked at each 80 ms.
-LOOK_S: Final = 5.0
-LISTEN_S: Final = 0.25  # one wait for notifications: so long may a sign that is due be late, and closing take
-# open places that are counted: no node takes tasks beyond it, and counting takes some milliseconds
-COUNTED_PLACES: Final = 50_000
-# between two looks at the bytes of all events: some ten milliseconds of 100,000
-WEIGH_S: Final = 60.0
-# without an answer to the watcher, which asks every second: a server that hangs says nothing
-SILENT_S: Final = 5.0
-RETRY_S: Final = 0.5  # between attempts to reach a log that is away
+SIGN_INTERVAL_S: Final = 1.0  # between signs of life
+# Between looks at what no notification announces, such as the places that a dead node left to others, and the
+# queue's length. With 64 nodes one of them looks every 80 ms.
+POLL_INTERVAL_S: Final = 5.0
+LISTEN_TIMEOUT_S: Final = (
+    0.25  # one wait for notifications: a due sign, and closing, may be late by this much
+)
+# Open places are counted up to this number: no node takes tasks beyond it, and counting takes some
+# milliseconds.
+MAX_COUNTED_PLACES: Final = 50_000
+# Between two looks at the bytes of all events. One takes some ten milliseconds for 100,000 events.
+MEASURE_INTERVAL_S: Final = 60.0
+# After this long without an answer to the watcher, which asks every second, the log counts as away: a server
+# that hangs gives no error.
+SILENT_SERVER_S: Final = 5.0
+RETRY_DELAY_S: Final = 0.5  # between attempts to reach a log that is away
 PRUNE_S: Final = 10.0  # between looks at what retention may delete: one takes a millisecond
-PRUNED_S: Final = 0.1  # and while it deletes: a finish that waits for the writer comes in between
-# A node tells a new primary again what is younger than half of it, and a task that is unknown there: it must
-# have been lost, and not pruned, or all of it would run again.
-SPARED_S: Final = 2 * KEPT_S
-SWEEP_S: Final = 3600.0  # between looks at what a node that died may have left
+# Between looks while it deletes, so that a finish that waits for the writer comes in between.
+PRUNE_PAUSE_S: Final = 0.1
+# Events younger than this are spared. A node sends results younger than half of it again to a new primary. A
+# task that is unknown there must have been lost and not pruned, or all of it would run again.
+MIN_EVENT_AGE_S: Final = 2 * KEEP_ACKNOWLEDGED_S
+SWEEP_INTERVAL_S: Final = 3600.0  # between looks at what a node that died may have left
 
 
 @define(eq=False)
 class PostgresLog:
     """The port `Log`. Created by `open_postgres_log`."""
 
-    _writer: Connection
-    _reader: Connection
-    _watcher: Connection
-    _retention: Retention = field(factory=Retention)
-    _recent: Recent = field(factory=Recent)
-    _news: News = field(factory=News)
+    _writer: LogConnection
+    _reader: LogConnection
+    _watcher: LogConnection
+    _retention: RetentionLimits = field(factory=RetentionLimits)
+    _event_cache: ByteCache = field(factory=ByteCache)
+    _news: NewsCounter = field(factory=NewsCounter)
     place_news: int = field(default=0, init=False)
     weight_news: int = field(default=0, init=False)
     event_news: int = field(default=0, init=False)
     open_places: int = field(default=0, init=False)
     callbacks_pending: bool = field(default=False, init=False)
-    standing: LogStanding = field(factory=LogStanding, init=False)
-    _weighed: float = field(default=0.0, init=False)  # when the bytes in it were read
-    _answered: float | None = field(default=None, init=False)  # when the watcher last had an answer
-    _reading: Counter[str] = field(factory=Counter, init=False)  # streams open here, by consumer
-    _attended: set[str] = field(factory=set, init=False)  # whose streams changed since the last sign
+    log_status: LogStatus = field(factory=LogStatus, init=False)
+    _measured_at: float = field(default=0.0, init=False)  # when the bytes in `standing` were read
+    _answered_at: float | None = field(default=None, init=False)  # when the watcher last had an answer
+    _open_streams: Counter[str] = field(factory=Counter, init=False)  # streams open here, by consumer
+    _changed_consumers: set[str] = field(
+        factory=set, init=False
+    )  # consumers with changed streams since the last sign
     incarnation: int | None = field(default=None, init=False)
     shared: ClassVar[bool] = True
     lost: bool = field(default=False, init=False)  # this incarnation was declared lost, or replaced
     least_load: float | None = field(default=None, init=False)
     _load: float | None = field(default=None, init=False)
-    _watch: SilenceWatch = field(factory=SilenceWatch, init=False)
-    _listening: Database | None = field(default=None, init=False)  # which told the server so
-    _looked: float = field(default=float("-inf"), init=False)  # when places were counted last
-    _swept: float = field(default=float("-inf"), init=False)
+    _silence_watch: SilenceWatch = field(factory=SilenceWatch, init=False)
+    _listening_on: Database | None = field(default=None, init=False)  # the connection that sent LISTEN
+    _polled_at: float = field(default=float("-inf"), init=False)  # when places were counted last
+    _swept_at: float = field(default=float("-inf"), init=False)
 
     async def _write(
         self, call: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs
@@ -133,12 +140,13 @@ class PostgresLog:
     ) -> T:
         return await self._reader.run(call, *args, **kwargs)
 
-    async def reachable(self) -> str | None:
+    async def unavailable_reason(self) -> str | None:
         await trio.lowlevel.checkpoint()
-        # the watcher asks every second; the others notice that the server is back when they are used
-        away = self._watcher.away
-        silent = 0.0 if self._answered is None else time.monotonic() - self._answered
-        if away is None and silent > SILENT_S:
+        # The watcher asks every second. The other connections notice that the server is back when they are
+        # used.
+        away = self._watcher.unavailable_reason
+        silent = 0.0 if self._answered_at is None else time.monotonic() - self._answered_at
+        if away is None and silent > SILENT_SERVER_S:
             return f"it has not answered for {silent:.0f} seconds"
         return away
 
@@ -172,7 +180,7 @@ class PostgresLog:
 
         return await self._write(write)
 
-    async def claim(self, offer: Offer) -> tuple[Claim, ...]:
+    async def claim(self, offer: ClaimOffer) -> tuple[Claim, ...]:
         return await self._write(places.claim, offer)
 
     async def claim_endings(self, incarnation: int, limit: int) -> tuple[Claim, ...]:
@@ -184,64 +192,66 @@ class PostgresLog:
     async def claims(self, incarnation: int) -> tuple[Claim, ...]:
         return await self._write(places.claims, incarnation)
 
-    async def session_started(self, identity: Identity) -> None:
-        await self._write(places.session_started, identity, self.incarnation)
+    async def record_session(self, identity: Identity) -> None:
+        await self._write(places.record_session, identity, self.incarnation)
 
-    async def finish(self, claim: Claim, ended: Ended) -> FinishAnswer:
-        answer = await self._write(places.finish, claim, ended)
+    async def finish_claim(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
+        answer = await self._write(places.finish_claim, claim, ended)
         if claim.spec.callback_url is not None:
-            self.callbacks_pending = True  # the watcher would see it within a second
+            self.callbacks_pending = True  # at once; the watcher would see it within a second
         return answer
 
     async def put_back(
-        self, claim: Claim, ended: Ended | None = None, *, counts: bool = True, keep: bool = False
+        self, claim: Claim, ended: EndedSession | None = None, *, counts: bool = True, keep: bool = False
     ) -> Claim | None:
         return await self._write(places.put_back, claim, ended, counts=counts, keep=keep)
 
-    async def publish(self, ended: Ended, incarnation: int) -> FinishAnswer:
-        return await self._write(places.publish, ended, incarnation)
+    async def publish_session(self, ended: EndedSession, incarnation: int) -> FinishAnswer:
+        return await self._write(places.publish_session, ended, incarnation)
 
     async def cancel(self, task_id: str, at: float) -> bool:
         return await self._write(places.cancel, task_id, at)
 
-    async def to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
-        return await self._read(places.to_stop, incarnation)
+    async def sessions_to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
+        return await self._read(places.sessions_to_stop, incarnation)
 
     # ── nodes ─────────────────────────────────────────────────────────────────
 
-    def tell_load(self, load: float | None) -> None:
+    def set_load(self, load: float | None) -> None:
         self._load = load
 
-    async def join(self, facts: NodeFacts) -> Joined:
+    async def join(self, facts: NodeFacts) -> JoinedNode:
         joined = await self._write(membership.join, facts)
         self.incarnation, self.lost = joined.incarnation, False
-        self._attended |= set(self._reading)
+        self._changed_consumers |= set(self._open_streams)
         return joined
 
     async def renew_certificate(self, incarnation: int, certificate: str) -> None:
         await self._write(membership.renew_certificate, incarnation, certificate)
 
-    async def sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
-        return (await self._sign(incarnation, report)).signed
+    async def give_sign(self, incarnation: int, report: Mapping[str, Json] | None = None) -> bool:
+        return (await self._send_sign(incarnation, report)).signed
 
-    async def _sign(self, incarnation: int | None, report: Mapping[str, Json] | None) -> membership.Beat:
-        """A sign of life; with it the log learns who reads here."""
-        attended, self._attended = self._attended, set()
-        reading = dict(self._reading) if attended else None
+    async def _send_sign(
+        self, incarnation: int | None, report: Mapping[str, Json] | None
+    ) -> membership.SignAnswer:
+        """Give a sign of life, with which the log learns which consumers read here."""
+        attended, self._changed_consumers = self._changed_consumers, set()
+        reading = dict(self._open_streams) if attended else None
         try:
-            beat = await self._watcher.run(membership.beat, incarnation, report, reading, self._load)
+            beat = await self._watcher.run(membership.give_sign, incarnation, report, reading, self._load)
             if attended:
-                await self._watcher.run(events.heard, tuple(attended), time.time())
-        except LogAway:
-            self._attended |= attended
+                await self._watcher.run(events.note_consumers_seen, tuple(attended), time.time())
+        except LogUnavailable:
+            self._changed_consumers |= attended
             raise
         return beat
 
-    async def signs(self) -> Mapping[int, int]:
-        return await self._watcher.run(membership.signs)
+    async def read_signs(self) -> Mapping[int, int]:
+        return await self._watcher.run(membership.read_signs)
 
-    async def expire(self, incarnation: int, sign: int) -> bool:
-        return await self._watcher.run(membership.expire, incarnation, sign)
+    async def declare_lost(self, incarnation: int, sign: int) -> bool:
+        return await self._watcher.run(membership.declare_lost, incarnation, sign)
 
     async def put_back_lost(self) -> int:
         return await self._watcher.run(places.put_back_lost)
@@ -255,81 +265,87 @@ class PostgresLog:
     async def node_of(self, session_id: str) -> NodeRow | None:
         return await self._read(membership.node_of, session_id)
 
-    async def watch(self) -> None:
-        """Give this node's signs, listen, and put back what silent nodes hold; until it is cancelled."""
-        signed, opened = -SIGN_S, 0  # what another connection would have told is not known
+    async def watch_nodes(self) -> None:
+        """Give this node's signs, listen, and put back what silent nodes hold, until cancelled."""
+        signed, opened = (
+            -SIGN_INTERVAL_S,
+            0,
+        )  # a new connection has missed notifications, so all kinds count as news
         while True:
             try:
                 asked = time.monotonic()
-                if asked - signed >= SIGN_S:
+                if asked - signed >= SIGN_INTERVAL_S:
                     signed = asked
-                    await self._beat()
-                told = await self._watcher.run(self._listen, LISTEN_S)
-                if self._watcher.opened != opened:
-                    opened, told = self._watcher.opened, told | {"places", "weights", "events"}
-                self._tell(told)
-            except LogAway:
-                self._tell({"away"})  # who waits for news looks again, and learns that the log is away
-                await trio.sleep(RETRY_S)
+                    await self._watch_once()
+                told = await self._watcher.run(self._wait_notifications, LISTEN_TIMEOUT_S)
+                if self._watcher.times_opened != opened:
+                    opened, told = self._watcher.times_opened, told | {"places", "weights", "events"}
+                self._announce(told)
+            except LogUnavailable:
+                self._announce({"away"})  # those who wait for news look again, and learn that the log is away
+                await trio.sleep(RETRY_DELAY_S)
 
-    def _tell(self, told: Collection[str]) -> None:
-        """Wake who waits for news of these kinds."""
-        # a new version may let this node claim again
+    def _announce(self, told: Collection[str]) -> None:
+        """Wake those who wait for news of these kinds."""
+        # News of weights counts too: a new version may let this node claim again.
         self.place_news += not {"places", "orders", "weights", "away"}.isdisjoint(told)
         self.weight_news += "weights" in told
         self.event_news += not {"events", "away"}.isdisjoint(told)
         if told:
-            self._news.tell()
+            self._news.announce()
 
-    def _listen(self, db: Database, seconds: float) -> set[str]:
-        """Wait for notifications, and give what they are of."""
-        if db is not self._listening:
+    def _wait_notifications(self, db: Database, seconds: float) -> set[str]:
+        """Wait for notifications, and return their kinds."""
+        if db is not self._listening_on:
             db.execute("LISTEN polarnode")
-            self._listening = db
+            self._listening_on = db
         return {each.payload for each in db.notifies(timeout=seconds, stop_after=1)}
 
-    async def _beat(self) -> None:
-        """One sign, and one look at the signs of others."""
-        incarnation, asked, opened = self.incarnation, time.monotonic(), self._watcher.opened
-        beat = await self._sign(incarnation, None)
-        self.callbacks_pending, self._answered = beat.callbacks_pending, time.monotonic()
+    async def _watch_once(self) -> None:
+        """Give one sign, and look once at the signs of others."""
+        incarnation, asked, opened = self.incarnation, time.monotonic(), self._watcher.times_opened
+        beat = await self._send_sign(incarnation, None)
+        self.callbacks_pending, self._answered_at = beat.callbacks_pending, time.monotonic()
         others = (load for other, load in beat.loads.items() if other != incarnation)
         self.least_load = min(others, default=None)
         if incarnation is not None and not beat.signed and incarnation == self.incarnation:
             self.lost = True
-            self._tell({"places"})
+            self._announce({"places"})
         expired = False
-        for other, sign in self._watch.read(beat.signs, asked=asked, now=time.monotonic()):
-            # through the connection that the signs were read with: another one may be to another server, on
-            # which nobody could sign yet
-            if self._watcher.opened != opened:
+        for other, sign in self._silence_watch.find_silent(beat.signs, asked=asked, now=time.monotonic()):
+            # Only the connection that read the signs may declare a node lost: another one may be to another
+            # server, on which nobody could give a sign yet.
+            if self._watcher.times_opened != opened:
                 break
-            if other != incarnation and await self.expire(other, sign):
+            if other != incarnation and await self.declare_lost(other, sign):
                 logger.warning("node incarnation %d gave no sign of life for its lease: it is lost", other)
                 expired = True
-        # who declares a node lost puts back its places at once; the others would, if it died in between
-        if expired or asked - self._looked >= LOOK_S:
+        # The node that declares another lost puts back its places at once. The others would do so later, if
+        # it died in between.
+        if expired or asked - self._polled_at >= POLL_INTERVAL_S:
             await self.put_back_lost()
-            self.open_places = await self._watcher.run(places.count_open, COUNTED_PLACES)
-            await self.look()
-            self._looked = asked
+            self.open_places = await self._watcher.run(places.count_open, MAX_COUNTED_PLACES)
+            await self.update_status()
+            self._polled_at = asked
 
-    async def look(self) -> None:
-        """Read how the log stands."""
+    async def update_status(self) -> None:
+        """Read the state of the log."""
         now = time.time()
-        weigh = now - self._weighed >= WEIGH_S
+        weigh = now - self._measured_at >= MEASURE_INTERVAL_S
         found = await self._watcher.run(
-            events.standing, now - self._retention.silence_s, self.standing, weigh=weigh
+            events.read_log_status, now - self._retention.silence_s, self.log_status, weigh=weigh
         )
-        self.standing = found
+        self.log_status = found
         if weigh:
-            self._weighed = now
-            self._attended |= set(self._reading)  # who reads for days is heard too
+            self._measured_at = now
+            self._changed_consumers |= set(
+                self._open_streams
+            )  # consumers that read for days count as seen too
 
     # ── events and consumers ──────────────────────────────────────────────────
 
-    async def identity(self) -> str:
-        return await self._write(events.identity)
+    async def log_name(self) -> str:
+        return await self._write(events.log_name)
 
     async def mark_restored(self) -> str:
         return await self._write(events.mark_restored)
@@ -338,57 +354,62 @@ class PostgresLog:
         self,
         after: Cursor,
         *,
-        filters: Filters | None = None,
+        filters: EventFilters | None = None,
         encoder: TrajectoryEncoder | None = None,
         limit: int = 64,
     ) -> LogPage:
         return await self._read(
-            events.events, after, limit, filters or Filters(), encoder or json_encoder(), self._recent
+            events.events,
+            after,
+            limit,
+            filters or EventFilters(),
+            encoder or json_encoder(),
+            self._event_cache,
         )
 
-    async def end(self) -> Cursor:
-        return await self._read(events.end)
+    async def last_cursor(self) -> Cursor:
+        return await self._read(events.last_cursor)
 
-    async def position(self, consumer: str) -> Cursor:
-        return await self._read(events.position, consumer)
+    async def consumer_cursor(self, consumer: str) -> Cursor:
+        return await self._read(events.consumer_cursor, consumer)
 
-    async def meet(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
-        return await self._write(events.meet, consumer, begin, now, self._retention.silence_s)
+    async def ensure_consumer(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
+        return await self._write(events.ensure_consumer, consumer, begin, now, self._retention.silence_s)
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
         return await self._write(events.acknowledge, consumer, cursor, now, self._retention.silence_s)
 
-    def attend(self, consumer: str, change: int) -> None:
-        self._reading[consumer] += change
-        self._reading += Counter()  # drops those at 0
-        self._attended.add(consumer)
+    def track_stream(self, consumer: str, change: int) -> None:
+        self._open_streams[consumer] += change
+        self._open_streams += Counter()  # drops those at 0
+        self._changed_consumers.add(consumer)
 
-    async def forget(self, consumer: str) -> bool:
-        return await self._write(events.forget, consumer)
+    async def forget_consumer(self, consumer: str) -> bool:
+        return await self._write(events.forget_consumer, consumer)
 
     async def consumers(self) -> tuple[Consumer, ...]:
         return await self._read(events.consumers, time.time() - self._retention.silence_s)
 
     async def prune(
-        self, retention: Retention, *, now: float, limit: int = 256, young: float = math.inf
+        self, retention: RetentionLimits, *, now: float, limit: int = 256, young: float = math.inf
     ) -> int:
-        if time.monotonic() - self._swept >= SWEEP_S:
-            self._swept = time.monotonic()
-            await self._write(events.sweep)
+        if time.monotonic() - self._swept_at >= SWEEP_INTERVAL_S:
+            self._swept_at = time.monotonic()
+            await self._write(events.sweep_leftovers)
         return await self._write(events.prune, retention, now, limit, young)
 
-    async def retain(self) -> None:
-        """Delete what retention no longer keeps, until it is cancelled. All nodes do, one at a time."""
+    async def run_retention(self) -> None:
+        """Delete what retention no longer keeps, until cancelled. All nodes do this, one at a time."""
         while True:
             pruned = 0
             try:
                 now = time.time()
-                pruned = await self.prune(self._retention, now=now, young=now - SPARED_S)
-            except LogAway:
-                pass  # the watcher says so
+                pruned = await self.prune(self._retention, now=now, young=now - MIN_EVENT_AGE_S)
+            except LogUnavailable:
+                pass  # the watcher reports this
             except psycopg.Error:
                 logger.exception("the log could not be pruned: it grows until that is mended")
-            await trio.sleep(PRUNED_S if pruned else PRUNE_S)
+            await trio.sleep(PRUNE_PAUSE_S if pruned else PRUNE_S)
 
     @property
     def news(self) -> int:
@@ -404,32 +425,32 @@ class PostgresLog:
     ) -> None:
         await self._write(weights.add_weights, version, body, model=model, shared=shared, at=at)
 
-    async def hold_weights(self, version: str, incarnation: int, *, model: str = "") -> None:
-        await self._write(weights.hold_weights, version, incarnation, model=model)
+    async def add_weight_holder(self, version: str, incarnation: int, *, model: str = "") -> None:
+        await self._write(weights.add_weight_holder, version, incarnation, model=model)
 
-    async def serve_weights(self, version: str, *, model: str = "", holders: int = 2) -> bool:
-        return await self._write(weights.serve_weights, version, model=model, holders=holders)
+    async def make_current(self, version: str, *, model: str = "", holders: int = 2) -> bool:
+        return await self._write(weights.make_current, version, model=model, holders=holders)
 
     async def change_weights(self, version: str, body: Json, *, model: str = "") -> None:
         await self._write(weights.change_weights, version, body, model=model)
 
-    async def serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
-        await self._write(weights.serving, incarnation, versions)
+    async def report_serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
+        await self._write(weights.report_serving, incarnation, versions)
 
     async def add_transfer(self, kind: TransferKind, name: str, body: Json, *, model: str = "") -> None:
         await self._write(weights.add_transfer, kind, name, body, model=model)
 
-    async def transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
-        return await self._read(weights.transfer, kind, name, model=model)
+    async def read_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> Json:
+        return await self._read(weights.read_transfer, kind, name, model=model)
 
     async def end_transfer(self, kind: TransferKind, name: str, *, model: str = "") -> None:
         await self._write(weights.end_transfer, kind, name, model=model)
 
-    async def hold(self, mode: PauseMode | None, *, model: str = "") -> None:
-        await self._write(weights.hold, mode, model=model)
+    async def hold_generation(self, mode: PauseMode | None, *, model: str = "") -> None:
+        await self._write(weights.hold_generation, mode, model=model)
 
-    async def held(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
-        return await self._read(weights.held, model=model, follows=follows)
+    async def generation_hold(self, *, model: str = "", follows: bool = False) -> PauseMode | None:
+        return await self._read(weights.generation_hold, model=model, follows=follows)
 
     async def stale_nodes(self) -> tuple[NodeRow, ...]:
         return await self._read(weights.stale_nodes)
@@ -445,18 +466,18 @@ class PostgresLog:
     # ── callbacks ─────────────────────────────────────────────────────────────
 
     async def lease_callbacks(
-        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_ROOMS
+        self, limit: int, *, seconds: float, each: int | None = None, rooms: Mapping[str, int] = NO_URL_LIMITS
     ) -> tuple[LeasedCallback, ...]:
         return await self._write(callbacks.lease_callbacks, limit, seconds=seconds, each=each, rooms=rooms)
 
-    async def callback_taken(self, callback: LeasedCallback) -> bool:
-        return await self._write(callbacks.callback_taken, callback)
+    async def accept_callback(self, callback: LeasedCallback) -> bool:
+        return await self._write(callbacks.accept_callback, callback)
 
-    async def callback_failed(self, callback: LeasedCallback, *, after_s: float) -> None:
-        await self._write(callbacks.callback_failed, callback, after_s)
+    async def retry_callback(self, callback: LeasedCallback, *, after_s: float) -> None:
+        await self._write(callbacks.retry_callback, callback, after_s)
 
-    async def callback_counts(self) -> CallbackCounts:
-        return await self._read(callbacks.callback_counts)
+    async def count_callbacks(self) -> CallbackCounts:
+        return await self._read(callbacks.count_callbacks)
 
     # ── what the API asks ─────────────────────────────────────────────────────
 
@@ -491,7 +512,7 @@ class PostgresLog:
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
         return await self._read(queries.earlier_attempts, place)
 
-    async def places_over(self, task_id: str) -> tuple[Facts, ...]:
+    async def finished_places(self, task_id: str) -> tuple[SessionFacts, ...]:
         return tuple(facts for facts, _ in await self._read(places.read_facts, task_id))
 
     async def finished_groups(
@@ -501,8 +522,8 @@ class PostgresLog:
 
     # ── evaluations ───────────────────────────────────────────────────────────
 
-    async def places_of(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
-        return await self._read(evaluations.places_of, task_id, group_id)
+    async def placed_sessions(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
+        return await self._read(evaluations.placed_sessions, task_id, group_id)
 
     async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
         return await self._read(evaluations.session_ends, session_ids)
@@ -527,8 +548,8 @@ class PostgresLog:
             now=now,
         )
 
-    async def reward(self, given: RewardEvent) -> bool:
-        return await self._write(evaluations.reward, given)
+    async def write_reward(self, given: RewardEvent) -> bool:
+        return await self._write(evaluations.write_reward, given)
 
     async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:
         await self._write(evaluations.refuse_evaluation, evaluation_id, session_id, why)
@@ -544,22 +565,22 @@ class PostgresLog:
 
 @asynccontextmanager
 async def open_postgres_log(
-    dsn: str, *, name: str = "node", retention: Retention | None = None, watch: bool = True
+    dsn: str, *, name: str = "node", retention: RetentionLimits | None = None, watch: bool = True
 ) -> AsyncIterator[PostgresLog]:
-    """Open the log of a fleet; with `watch` it gives signs of life and watches others. Raises LogAway where
-    it cannot be reached, and ConfigError where its tables are of another version.
+    """Open the log of a fleet. With `watch` it gives signs of life, watches other nodes, and prunes. Raises
+    LogAway where it cannot be reached, and ConfigError where its tables are of another version.
     """
     check_dsn(dsn)
-    connections = [Connection(dsn, f"{name} {part}") for part in ("writer", "reader", "watcher")]
+    connections = [LogConnection(dsn, f"{name} {part}") for part in ("writer", "reader", "watcher")]
     writer, reader, watcher = connections
-    log = PostgresLog(writer, reader, watcher, retention=retention or Retention())
+    log = PostgresLog(writer, reader, watcher, retention=retention or RetentionLimits())
     try:
         await connections[0].run(prepare_tables)
-        await log.identity()
+        await log.log_name()
         async with trio.open_nursery() as nursery:
             if watch:
-                nursery.start_soon(log.watch)
-                nursery.start_soon(log.retain)
+                nursery.start_soon(log.watch_nodes)
+                nursery.start_soon(log.run_retention)
             try:
                 yield log
             finally:

@@ -1,4 +1,4 @@
-"""What the API asks: tasks, sessions, runs of one name, forks, earlier attempts and finished groups."""
+"""The reads of the API: tasks, sessions, runs of one name, forks, earlier attempts and finished groups."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -11,57 +11,57 @@ from polarnode.core.errors import Unreadable
 from polarnode.core.status import SessionRecord
 from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import Damaged, Turn
-from polarnode.journal.damage import decoding
-from polarnode.journal.entries import RUN
-from polarnode.journal.finished_groups import SCANNED, has_forks, shown_group
+from polarnode.journal.damage import decode_boundary
+from polarnode.journal.entries import RUN_SEPARATOR
+from polarnode.journal.finished_groups import MAX_SCANNED_GROUPS, describe_group, has_forks
 from polarnode.journal.forks import EarlierAttempt, ForkParent
 from polarnode.journal.log.postgres.connection import Database
 from polarnode.journal.log.postgres.places import read_outcome
 from polarnode.journal.values import TaskRecord
 from polarnode.merge.trajectory import Identity
 
-TASK: Final = "SELECT task_id, group_id, idempotency_key, submitted, spec, cancelled FROM tasks "
+SELECT_TASK: Final = "SELECT task_id, group_id, idempotency_key, submitted, spec, cancelled FROM tasks "
 
 
 def task(db: Database, task_id: str) -> TaskRecord | None:
-    return _first(db, "WHERE task_id = %s", task_id)
+    return _first_task(db, "WHERE task_id = %s", task_id)
 
 
 def task_of_key(db: Database, idempotency_key: str) -> TaskRecord | None:
-    return _first(db, "WHERE idempotency_key = %s", idempotency_key)
+    return _first_task(db, "WHERE idempotency_key = %s", idempotency_key)
 
 
 def latest_run(db: Database, name: str) -> TaskRecord | None:
-    # bytes are compared, and not letters as a language orders them: every name with a number lies between
-    # the two
-    return _first(
+    # The names are compared as bytes, not in the order of a language, so that every name with a number lies
+    # between the two.
+    return _first_task(
         db,
         'WHERE task_id = %s OR (task_id COLLATE "C" > %s AND task_id COLLATE "C" < %s)'
         " ORDER BY number DESC LIMIT 1",
         name,
-        name + RUN,
-        name + RUN[:-1] + ".",
+        name + RUN_SEPARATOR,
+        name + RUN_SEPARATOR[:-1] + ".",
     )
 
 
-def _first(db: Database, where: str, *values: object) -> TaskRecord | None:
-    row = db.execute((TASK + where).encode(), values).fetchone()
-    return None if row is None else _task(db, row)
+def _first_task(db: Database, where: str, *values: object) -> TaskRecord | None:
+    row = db.execute((SELECT_TASK + where).encode(), values).fetchone()
+    return None if row is None else _read_task(db, row)
 
 
 def tasks(db: Database, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
     rows = db.execute(
         (
-            TASK + "WHERE %(before)s::text IS NULL"
+            SELECT_TASK + "WHERE %(before)s::text IS NULL"
             " OR number < (SELECT number FROM tasks WHERE task_id = %(before)s)"
             " ORDER BY number DESC LIMIT %(limit)s"
         ).encode(),
         {"before": before, "limit": limit},
     ).fetchall()
-    return tuple(_task(db, row) for row in rows)
+    return tuple(_read_task(db, row) for row in rows)
 
 
-def _task(db: Database, row: Mapping[str, Any]) -> TaskRecord:
+def _read_task(db: Database, row: Mapping[str, Any]) -> TaskRecord:
     sessions = db.execute(
         "SELECT sessions.* FROM places JOIN sessions USING (session_id)"
         " WHERE places.task_id = %s ORDER BY places.place",
@@ -112,7 +112,7 @@ def forks(db: Database, session_id: str, limit: int) -> tuple[SessionRecord, ...
     return tuple(map(read_session, rows))
 
 
-TURNS_UPTO: Final = (
+SELECT_TURNS: Final = (
     "SELECT part, data FROM bodies JOIN sessions USING (session_id, written_by)"
     " WHERE session_id = %s AND outcome IS NOT NULL AND part BETWEEN 1 AND %s ORDER BY part"
 )
@@ -126,9 +126,9 @@ def fork_parent(db: Database, fork: ForkSpec) -> ForkParent | None:
     turns: list[Turn] = []
     damaged: list[Damaged] = []
     upto = min(fork.turn + 1, COUNT)  # part 0 is the trajectory
-    for row in db.execute(TURNS_UPTO, (fork.session, upto), binary=True).fetchall():
+    for row in db.execute(SELECT_TURNS, (fork.session, upto), binary=True).fetchall():
         try:
-            with decoding():
+            with decode_boundary():
                 turns.append(unpack_turn(bytes(row["data"])))
         except Unreadable as error:
             if row["part"] <= fork.turn:
@@ -156,7 +156,7 @@ def earlier_attempts(db: Database, place: Identity) -> tuple[EarlierAttempt, ...
     return tuple(found)
 
 
-GROUPS: Final = """
+SELECT_GROUPS: Final = """
 SELECT events.position, events.at, events.task_id, events.body, tasks.submitted, tasks.spec
 FROM events LEFT JOIN tasks USING (task_id)
 WHERE kind = 'group' AND (%(until)s::double precision IS NULL OR at <= %(until)s)
@@ -170,11 +170,11 @@ def finished_groups(
 ) -> tuple[dict[str, Json], ...]:
     found: list[dict[str, Json]] = []
     below, seen = None, 0
-    while seen < (SCANNED if state is not None else limit):
+    while seen < (MAX_SCANNED_GROUPS if state is not None else limit):
         values = {"until": until, "task_id": task_id, "below": below, "limit": limit}
-        rows = db.execute(GROUPS, values).fetchall()
+        rows = db.execute(SELECT_GROUPS, values).fetchall()
         for row in rows:
-            group = _group(db, row)
+            group = _read_group(db, row)
             if group is not None and state in (None, group["state"]):
                 found.append(group)
             if len(found) == limit:
@@ -185,9 +185,9 @@ def finished_groups(
     return tuple(found)
 
 
-def _group(db: Database, row: Mapping[str, Any]) -> dict[str, Json] | None:
+def _read_group(db: Database, row: Mapping[str, Any]) -> dict[str, Json] | None:
     try:
-        with decoding():
+        with decode_boundary():
             group: Any = read_json(bytes(row["body"]))
             task: Any = {} if row["spec"] is None else read_json(bytes(row["spec"]))
     except Unreadable:
@@ -197,4 +197,4 @@ def _group(db: Database, row: Mapping[str, Any]) -> dict[str, Json] | None:
         rows = db.execute("SELECT * FROM sessions WHERE task_id = %s", (row["task_id"],))
         known = {each["session_id"]: read_identity(each) for each in rows}
         forks = {name: plain(each.forked_from) for name, each in known.items() if each is not None}
-    return shown_group(group, task, forks, ended=row["at"], submitted=row["submitted"])
+    return describe_group(group, task, forks, ended=row["at"], submitted=row["submitted"])
