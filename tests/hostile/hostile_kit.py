@@ -89,15 +89,17 @@ class Arena:
         }
         return self.node.submit(**given)[0]
 
-    def attack(self, script: str, **task: Any) -> Trajectory:
+    def attack(self, script: str, *, hangs_up: bool = False, **task: Any) -> Trajectory:
         """A script's session from start to end: its trajectory. Each must have kept the one turn or more it
-        made.
+        made, complete unless the script hangs up on its own calls.
         """
         trajectory = self.node.finished(self.start(script, **task))
-        assert [turn.state for turn in trajectory.turns if turn.state != "complete"] == []
-        assert trajectory.turns, f"no turn was kept: {trajectory.outcome}"
+        cut = [turn for turn in trajectory.turns if turn.state != "complete"]
+        assert all(hangs_up and turn.state == "partial" for turn in cut), [turn.state for turn in cut]
+        assert len(trajectory.turns) > len(cut), f"no turn was kept: {trajectory.outcome}"
         trained = {span.turn for trace in trajectory.traces for span in trace.turn_spans}
-        assert trained == {turn.index for turn in trajectory.turns}, "every captured turn is in a trace"
+        lost = {turn.index for turn in trajectory.turns} - trained
+        assert lost <= {turn.index for turn in cut if not len(turn.sampled)}, "every captured turn is in a trace"
         return trajectory
 
     def log(self, trajectory: Trajectory) -> str:

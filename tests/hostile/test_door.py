@@ -187,6 +187,7 @@ def test_slow_and_silent_clients_take_nothing_from_a_sibling(arena: Arena) -> No
     tell(half=half)
     """,
         runtime={"memory_mb": 384},
+        hangs_up=True,  # a deaf client's call that is still sampled when it closes is cut
     )
     assert found["half"] > 200
     assert found["held"] >= 200
