@@ -235,6 +235,4 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     documented = (
         ROOT / "docs" / "api.md"
     ).read_text()  # of what these figures lack: updates of weights, lost sessions
-    assert {
-        name for name in asked - served if f"`{name.removesuffix('_bucket')}`" not in documented
-    } == set()
+    assert {name for name in asked - served if f"`{name.removesuffix('_bucket')}`" not in documented} == set()

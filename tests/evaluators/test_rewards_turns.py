@@ -367,7 +367,9 @@ def test_a_config_that_can_not_work_is_refused_at_submission(said: Any, path: st
 async def test_a_function_the_node_does_not_allow_is_not_imported_when_it_judges_either() -> None:
     """A task that was taken under other settings, before a restart."""
     with pytest.raises(Refused, match="may not be imported by this node"):
-        await evaluator(AllowedNames()).evaluate(finished(session("a"), {"rewards": "rewards_kit:length_rewards"}))
+        await evaluator(AllowedNames()).evaluate(
+            finished(session("a"), {"rewards": "rewards_kit:length_rewards"})
+        )
 
 
 def test_the_defaults_are_the_ones_a_reader_would_guess() -> None:

@@ -99,7 +99,9 @@ class Arena:
         assert len(trajectory.turns) > len(cut), f"no turn was kept: {trajectory.outcome}"
         trained = {span.turn for trace in trajectory.traces for span in trace.turn_spans}
         lost = {turn.index for turn in trajectory.turns} - trained
-        assert lost <= {turn.index for turn in cut if not len(turn.sampled)}, "every captured turn is in a trace"
+        assert lost <= {turn.index for turn in cut if not len(turn.sampled)}, (
+            "every captured turn is in a trace"
+        )
         return trajectory
 
     def log(self, trajectory: Trajectory) -> str:
