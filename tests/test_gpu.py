@@ -108,7 +108,9 @@ def a_bystander() -> "Iterator[subprocess.Popen[bytes]]":
             process.kill()
 
 
-async def test_one_gpu(reference: Reference, updated: Reference, tmp_path: Path, temporary: Path) -> None:
+async def test_engine_on_one_gpu(
+    reference: Reference, updated: Reference, tmp_path: Path, temporary: Path
+) -> None:
     with a_bystander() as bystander:
         with trio.fail_after(1800):
             async with open_engines(on_gpu(reference, tmp_path)) as engines:
@@ -200,7 +202,7 @@ async def serves(plane: Plane, wanted: Reference, version: str) -> None:
     assert difference(chunks, wanted.logprobs([7, 11], joined(chunks))) < NEAR
 
 
-async def test_weights_come_by_cuda_ipc(reference: Reference, updated: Reference, tmp_path: Path) -> None:
+async def test_weights_over_cuda_ipc(reference: Reference, updated: Reference, tmp_path: Path) -> None:
     """A trainer's process on the same GPU; then half a model, which leaves the one before. CUDA graphs read
     what was copied back in place.
     """
@@ -235,7 +237,7 @@ async def test_weights_come_by_cuda_ipc(reference: Reference, updated: Reference
 
 
 @pytest.mark.skipif(gpus() < 2, reason="NCCL joins no two processes on one GPU: this needs two")
-async def test_weights_come_over_nccl(reference: Reference, updated: Reference, tmp_path: Path) -> None:
+async def test_weights_over_nccl(reference: Reference, updated: Reference, tmp_path: Path) -> None:
     with trio.fail_after(900), open_trainer(device="cuda:1") as trainer:
         async with open_weights_plane(on_gpu(reference, tmp_path), tmp_path / "journal") as plane:
             names, port = await trainer.ask(do="load", path=str(updated.path)), free_port()
@@ -251,7 +253,7 @@ async def test_weights_come_over_nccl(reference: Reference, updated: Reference, 
 
 
 @pytest.mark.parametrize("kept", ["discard", "backup"])
-async def test_memory_is_lent_and_taken_again(kept: str, reference: Reference, tmp_path: Path) -> None:
+async def test_memory_is_lent_and_reclaimed(kept: str, reference: Reference, tmp_path: Path) -> None:
     if find_spec("torch_memory_saver") is None:
         pytest.skip("torch_memory_saver is not installed: the engine can not lend memory without it")
     with trio.fail_after(900):
@@ -285,9 +287,9 @@ async def test_memory_is_lent_and_taken_again(kept: str, reference: Reference, t
             await serves(plane, reference, "1" if kept == "discard" else "0")
 
 
-async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(
-    reference: Reference, tmp_path: Path
-) -> None:
+async def test_seed_gives_same_sample_in_batch(reference: Reference, tmp_path: Path) -> None:
+    """A seed gives the same sample alone and in a crowd."""
+
     def seeded(seed: int) -> GenerateOrder:
         sampling = Sampling(temperature=1.0, seed=seed, max_tokens=64)
         return GenerateOrder(
@@ -311,7 +313,7 @@ async def test_a_seed_gives_the_same_sample_alone_and_in_a_crowd(
     assert found[8] != alone
 
 
-async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Path) -> None:
+async def test_mixture_returns_routed_experts(tmp_path: Path) -> None:
     """On the real kernels, with CUDA graphs and overlap: (prompt + sample - 1) x layers x experts a token,
     each position once.
     """
@@ -324,9 +326,8 @@ async def test_a_mixture_tells_the_experts_that_read_each_position(tmp_path: Pat
             assert (experts_of(chunks).start, experts_of(chunks).end) == (5990, 6039)
 
 
-async def test_a_killed_node_leaves_no_engine_on_the_gpu(
-    reference: Reference, tmp_path: Path, temporary: Path
-) -> None:
+async def test_killed_node_frees_the_gpu(reference: Reference, tmp_path: Path, temporary: Path) -> None:
+    """A killed node leaves no engine on the GPU."""
     parent = start_node_process(reference, tmp_path, "cuda")
     assert parent.stdout is not None
     with parent.stdout as said, trio.fail_after(900):

@@ -19,13 +19,13 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_says_what_it_is(path: Path) -> None:
+def test_every_module_has_docstring(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), (
         "a module opens with what it is and the rule for whoever edits it"
     )
 
 
-def test_asyncio_and_sglang_have_one_room() -> None:
+def test_asyncio_and_sglang_stay_inside() -> None:
     pattern = re.compile(r"^\s*(?:import|from) (?:asyncio|sglang|uvloop)\b", re.MULTILINE)
     found = {name_of(path) for path in MODULES if pattern.search(path.read_text())}
     assert all(ASYNCIO_ROOM in name for name in found), found
@@ -43,7 +43,7 @@ def imported_by_tests() -> set[str]:
     return found
 
 
-def test_every_module_is_named_by_a_test() -> None:
+def test_every_module_is_imported_by_tests() -> None:
     imported = imported_by_tests()
     silent = {
         dotted
@@ -63,7 +63,7 @@ TESTED_ELSEWHERE = {
 }
 
 
-def test_nothing_of_this_machine_is_committed() -> None:
+def test_no_machine_path_is_committed() -> None:
     """No home, no scratch folder, no registry host: a checkout works anywhere."""
     listed = (
         subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)

@@ -88,7 +88,8 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def test_all_that_a_trainer_imports_needs_nothing_of_a_node(light: Light) -> None:
+def test_trainer_imports_need_no_node(light: Light) -> None:
+    """All that a trainer imports needs nothing of a node."""
     ours = [dotted(path) for room in ROOMS for path in sorted((ROOT / "polarnode" / room).rglob("*.py"))]
     assert {name: why for name, why in light.answer("modules", *ours).items() if why is not None} == {}
     modules = sorted((ROOT / "polarnode" / "integrations").glob("*.py"))
@@ -97,7 +98,7 @@ def test_all_that_a_trainer_imports_needs_nothing_of_a_node(light: Light) -> Non
     assert set(missing.values()) <= OF_TRAINERS, missing
 
 
-def test_both_clients_and_the_projections_work_there(light: Light, node: Node) -> None:
+def test_clients_and_projections_work(light: Light, node: Node) -> None:
     assert light.answer("client", node.url) == {
         "submitted": "mine",
         "rows": [["a-0", 1.0, 3], ["a-1", -1.0, 3]],
@@ -106,7 +107,8 @@ def test_both_clients_and_the_projections_work_there(light: Light, node: Node) -
     }
 
 
-def test_commands_that_ask_a_node_need_click_and_rich_alone(light: Light, node: Node, tmp_path: Path) -> None:
+def test_client_commands_need_only_click_rich(light: Light, node: Node, tmp_path: Path) -> None:
+    """Commands that ask a node need click and rich alone."""
     cli = ("-m", "polarnode.cli")
     where = ("--url", node.url, "--token", "secret")
     sentence = "this needs a node's packages ({} is not installed): pip install 'polarnode[node]'"
@@ -132,7 +134,8 @@ def test_commands_that_ask_a_node_need_click_and_rich_alone(light: Light, node: 
         assert "pip install 'polarnode[node]'" in refused.stderr
 
 
-def test_the_modules_named_in_that_sentence_are_those_of_the_extra() -> None:
+def test_named_modules_match_the_extra() -> None:
+    """The modules named in that sentence are those of the extra."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     light = {Requirement(line).name for line in declared["dependencies"]}
     named = NODE_MODULES | {"click"}  # without click there is no command to print the sentence
@@ -144,7 +147,7 @@ def test_the_modules_named_in_that_sentence_are_those_of_the_extra() -> None:
     assert found == named
 
 
-def test_the_ranges_take_what_each_trainer_has() -> None:
+def test_version_ranges_fit_each_trainer() -> None:
     """Without a network: what `make resolution` found, and what lock files and images pin."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = {each.name: each.specifier for each in map(Requirement, declared["dependencies"])}

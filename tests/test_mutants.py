@@ -35,13 +35,13 @@ def outcomes() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=NAMES)
-def test_a_mutant_dies(mutant: Mutant, outcomes: dict[str, Any]) -> None:
+def test_mutant_fails_its_tests(mutant: Mutant, outcomes: dict[str, Any]) -> None:
     outcome = outcomes[mutant.name]
     assert outcome["code"] != 0, f"it survives {', '.join(mutant.tests)}: no test holds this rule"
     assert outcome["killed"], f"its tests did not run (pytest's {outcome['code']}): {outcome['said']}"
 
 
-def test_the_mutants_tests_pass_on_the_program_as_it_is() -> None:
+def test_mutants_name_existing_tests() -> None:
     """A test that fails anyway kills every mutant. These are run with the rest of the suite; here only that
     they are there, and mutants many.
     """
@@ -51,7 +51,7 @@ def test_the_mutants_tests_pass_on_the_program_as_it_is() -> None:
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
-def test_a_rule_that_moved_is_said() -> None:
+def test_moved_rule_is_reported() -> None:
     gone = Mutant(name="gone", module="polarnode.merge.attach", old="no such text", new="", tests=())
     with pytest.raises(
         LookupError,

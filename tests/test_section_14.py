@@ -63,7 +63,7 @@ CALL = (
 LOOK: Any = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 
 
-def test_every_requirement_has_a_test_of_its_number() -> None:
+def test_every_requirement_has_test() -> None:
     sources = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     tested = {int(number) for number in re.findall(r"def test_14_(\d+)_", sources)}
     assert tested == set(REQUIREMENTS) == set(range(1, 26))
@@ -162,9 +162,7 @@ def parts(api: Api, body: bytes) -> list[Any]:
 
 
 @every_api
-async def test_14_4_headers_leave_before_the_first_token(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_4_headers_before_first_token(autojump_clock: trio.testing.MockClock, api: Api) -> None:
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
@@ -174,9 +172,8 @@ async def test_14_4_headers_leave_before_the_first_token(
 
 
 @every_api
-async def test_14_5_silence_is_filled_with_data_and_never_with_comments(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_5_silence_filled_with_data(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    """Silence is filled with data, and never with comments."""
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=True))
@@ -192,9 +189,7 @@ async def test_14_5_silence_is_filled_with_data_and_never_with_comments(
 
 
 @every_api
-async def test_14_6_a_whole_answer_waits_without_a_byte(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_6_whole_answer_waits_silently(autojump_clock: trio.testing.MockClock, api: Api) -> None:
     engine, client = HandEngine(), Client()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.ask, stage(engine), api.asks(stream=False))
@@ -205,7 +200,8 @@ async def test_14_6_a_whole_answer_waits_without_a_byte(
     assert b"Done." in client.body
 
 
-def test_14_6_the_harnesses_that_never_stream_are_told_to_wait_longer() -> None:
+def test_14_6_unstreamed_harnesses_wait_longer() -> None:
+    """The harnesses that never stream are told to wait longer."""
     assert min(mini_swe_agent.CALL_S, openhands_sdk.CALL_S) >= 1_800
 
 
@@ -214,9 +210,10 @@ def test_14_6_the_harnesses_that_never_stream_are_told_to_wait_longer() -> None:
 
 @every_api
 @pytest.mark.parametrize("stream", [False, True])
-async def test_14_7_who_leaves_ends_the_sampling_and_who_asks_again_gets_the_rest(
+async def test_14_7_disconnect_and_retry(
     autojump_clock: trio.testing.MockClock, api: Api, stream: bool
 ) -> None:
+    """A client that leaves ends the sampling, and one that asks again gets the rest."""
     engine = HandEngine()
     here = stage(engine)
     first, asked = Client(), api.asks(stream=stream)
@@ -234,9 +231,7 @@ async def test_14_7_who_leaves_ends_the_sampling_and_who_asks_again_gets_the_res
 
 
 @every_api
-async def test_14_8_a_stream_whose_engine_died_has_no_end(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_8_dead_engine_stream_unended(autojump_clock: trio.testing.MockClock, api: Api) -> None:
     engine, client = HandEngine(), Client()
     here = stage(engine)
     async with trio.open_nursery() as nursery:
@@ -254,9 +249,8 @@ async def test_14_8_a_stream_whose_engine_died_has_no_end(
 
 
 @every_api
-async def test_14_9_a_call_sampled_token_by_token_arrives_in_one_piece(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_9_call_arrives_in_one_piece(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    """A call sampled token by token arrives in one piece."""
     here = stage(scripted("|".join(CALL), chunk=1))
     client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
     sent = [message["body"] for message in client.sent[1:] if b"a.txt" in message["body"]]
@@ -270,9 +264,8 @@ async def test_14_9_a_call_sampled_token_by_token_arrives_in_one_piece(
 
 
 @every_api
-async def test_14_10_an_answer_with_a_call_ends_as_its_api_ends_one(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_10_call_ends_like_api(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    """An answer with a call ends as its API ends one."""
     here = stage(scripted("|".join(CALL)))
     client = await Client().ask(here, api.asks(stream=True, tools=api.tools))
     assert client.whole
@@ -287,9 +280,10 @@ async def test_14_10_an_answer_with_a_call_ends_as_its_api_ends_one(
 
 @every_api
 @pytest.mark.parametrize("stream", [False, True])
-async def test_14_12_usage_is_what_was_read_and_sampled(
+async def test_14_12_usage_matches_tokens(
     autojump_clock: trio.testing.MockClock, api: Api, stream: bool
 ) -> None:
+    """The usage is the tokens that were read and sampled."""
     here = stage(scripted("Hello there."))
     client = await Client().ask(here, api.asks(stream=stream))
     last = parts(api, client.body)[-1] if stream else json.loads(client.body)
@@ -316,7 +310,7 @@ def _usage(api: Api, values: list[Any], last: Any) -> tuple[int, int]:
 
 @every_api
 @pytest.mark.parametrize("stream", [False, True])
-async def test_14_16_any_name_is_served_and_said_again(
+async def test_14_16_any_name_is_echoed(
     autojump_clock: trio.testing.MockClock, api: Api, stream: bool
 ) -> None:
     client = await Client().ask(stage(scripted("Hello.")), api.asks(stream=stream))
@@ -328,9 +322,8 @@ async def test_14_16_any_name_is_served_and_said_again(
 
 
 @every_api
-async def test_14_17_a_call_for_a_title_beside_others_is_marked(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_17_title_call_is_marked(autojump_clock: trio.testing.MockClock, api: Api) -> None:
+    """A call for a title beside others is marked."""
     here = stage(scripted("Hello."))
     await Client().ask(here, api.asks(stream=True, tools=api.tools))
     await Client().ask(here, api.asks(stream=True, text="Write a title for this conversation."))
@@ -340,9 +333,7 @@ async def test_14_17_a_call_for_a_title_beside_others_is_marked(
 
 
 @every_api
-async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(
-    autojump_clock: trio.testing.MockClock, api: Api
-) -> None:
+async def test_14_18_parallel_calls_run_together(autojump_clock: trio.testing.MockClock, api: Api) -> None:
     release = trio.Event()
     engine = scripted("Hello there, and more.", hold=release, chunk=1)
     here = stage(engine)
@@ -356,7 +347,8 @@ async def test_14_18_calls_side_by_side_do_not_wait_for_one_another(
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1", "/sessions/key-s1/v1"])
-async def test_14_23_a_websocket_is_told_426_so_that_codex_asks_over_http_at_once(prefix: str) -> None:
+async def test_14_23_websocket_upgrade_is_426(prefix: str) -> None:
+    """A WebSocket is told 426, so that Codex asks over HTTP at once."""
     headers = {
         "connection": "Upgrade",
         "upgrade": "websocket",
@@ -370,7 +362,8 @@ async def test_14_23_a_websocket_is_told_426_so_that_codex_asks_over_http_at_onc
     assert reply.status_code == 426
 
 
-def test_14_25_an_exit_code_of_nothing_done_is_not_believed() -> None:
+def test_14_25_idle_exit_not_believed() -> None:
+    """An exit code of nothing done is not believed."""
     liar = harness.Harness(
         name="liar", version="1", image="base", launch=shell.launch, exit_code_honest=False
     )

@@ -48,7 +48,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     return environment
 
 
-def test_every_package_of_the_lock_runs_on_debian_12_s_own_python() -> None:
+def test_lock_runs_on_debian_12() -> None:
     """pip refuses a pinned package that wants a newer one, and `make setup` would end there."""
     wanted = {
         f"{found.name}=={found.version}": found.metadata.get("Requires-Python") for found in distributions()
@@ -74,7 +74,8 @@ def first_task() -> str:
 # ── what is in it ─────────────────────────────────────────────────────────────
 
 
-def test_the_wheel_has_every_file_of_the_package_and_the_recipes(wheel: Path) -> None:
+def test_wheel_has_every_file(wheel: Path) -> None:
+    """The wheel has every file of the package, and the recipes."""
     wanted = {
         ("" if name == "polarnode" else "polarnode/") + path.relative_to(ROOT).as_posix(): path.read_bytes()
         for name in PACKAGES
@@ -87,7 +88,7 @@ def test_the_wheel_has_every_file_of_the_package_and_the_recipes(wheel: Path) ->
     assert [name for name, content in wanted.items() if found[name] != content] == []
 
 
-def test_a_source_distribution_has_all_that_a_wheel_is_made_of(wheel: Path) -> None:
+def test_sdist_has_all_wheel_sources(wheel: Path) -> None:
     source = build("sdist", wheel.parent)
     with tarfile.open(source) as opened:
         found = {name.partition("/")[2] for name in opened.getnames()}
@@ -95,13 +96,14 @@ def test_a_source_distribution_has_all_that_a_wheel_is_made_of(wheel: Path) -> N
     assert {*SOURCES, *recipes, "polarnode/models/tiny/model.safetensors"} <= found
 
 
-def test_no_recipe_is_a_program_because_pip_keeps_no_other_mode() -> None:
+def test_recipes_are_not_executable() -> None:
+    """No recipe is a program, because pip keeps no other mode."""
     assert [
         path for path in (ROOT / "runtimes").rglob("*") if path.is_file() and path.stat().st_mode & 0o111
     ] == []
 
 
-def test_the_licence_is_declared_and_its_text_is_inside(wheel: Path) -> None:
+def test_licence_is_declared_and_included(wheel: Path) -> None:
     declared = metadata(wheel)
     assert (declared["License-Expression"], declared["License-File"]) == ("Apache-2.0", "LICENSE")
     with ZipFile(wheel) as opened:
@@ -112,7 +114,7 @@ def test_the_licence_is_declared_and_its_text_is_inside(wheel: Path) -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_each_extra_names_packages_that_can_be_asked_for(wheel: Path) -> None:
+def test_extras_name_installable_packages(wheel: Path) -> None:
     declared = metadata(wheel)
     asked = [Requirement(line) for line in declared.get_all("Requires-Dist", [])]
     extras = {
@@ -131,7 +133,8 @@ def test_each_extra_names_packages_that_can_be_asked_for(wheel: Path) -> None:
 # ── what it does ──────────────────────────────────────────────────────────────
 
 
-def test_the_recipes_are_its_own_with_the_digests_of_the_checkout(installed: Path) -> None:
+def test_recipes_match_the_checkout(installed: Path) -> None:
+    """The recipes are its own, with the digests of the checkout."""
     done = run_in(installed, "python", "-P", "-c", DIGESTS)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -143,7 +146,7 @@ def test_the_recipes_are_its_own_with_the_digests_of_the_checkout(installed: Pat
         assert Path(place).is_dir()
 
 
-def test_its_commands_start_and_doctor_finds_the_recipes(installed: Path) -> None:
+def test_commands_start_and_find_recipes(installed: Path) -> None:
     helped = run_in(installed, "polarnode", "--help")
     assert (helped.returncode, helped.stderr) == (0, "")
     assert "polarnode doctor" in helped.stdout
@@ -153,7 +156,7 @@ def test_its_commands_start_and_doctor_finds_the_recipes(installed: Path) -> Non
     assert "pi (for pi)" in examined.stdout
 
 
-def test_the_first_task_of_the_readme_is_read(installed: Path) -> None:
+def test_readme_first_task_is_read(installed: Path) -> None:
     (installed / "hello.toml").write_text(first_task())
     shown = run_in(installed, "polarnode", "convert", "--out", "-", "hello.toml")
     assert shown.returncode == 0, shown.stderr

@@ -24,7 +24,7 @@ def row(session_id: str, **more: Any) -> dict[str, Any]:
     return dict(trajectory_json(make_trajectory(session_id, **more), turns="full"))
 
 
-async def test_a_bundle_answers_as_a_node_does(tmp_path: Path) -> None:
+async def test_bundle_answers_like_node(tmp_path: Path) -> None:
     """All but times, which a file lacks."""
     names = ("a-0", "a-1")
     async with open_plane(tmp_path / "journal.sqlite") as plane:
@@ -62,7 +62,7 @@ async def test_a_bundle_answers_as_a_node_does(tmp_path: Path) -> None:
     assert trajectory["pieces"] == wanted["trajectory"]["pieces"]
 
 
-def test_a_bundle_has_the_pages_files_and_a_policy_inside() -> None:
+def test_bundle_contains_pages_and_policy() -> None:
     bundle = Bundle.of("x", [row("a"), row("b", task_id="u")], letters)
     assert read_page_files().keys() <= set(bundle)
     assert len(bundle) == len(list(bundle)) == len(set(bundle))
@@ -85,6 +85,6 @@ def test_a_bundle_has_the_pages_files_and_a_policy_inside() -> None:
         ([{}], "trajectory 1 has no session_id"),
     ],
 )
-def test_what_can_not_be_shown_is_refused(rows: list[dict[str, Any]], sentence: str) -> None:
+def test_empty_or_invalid_bundle_is_refused(rows: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         Bundle.of("x", rows, letters)

@@ -140,7 +140,7 @@ def of(task_id: str, samples: int = 1) -> list[str]:
 # ── what is told ──────────────────────────────────────────────────────────────
 
 
-async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiver: CallbackReceiver) -> None:
+async def test_task_events_arrive_once_in_order(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, samples=2)
     await receiver.until(4)
     await node.settled()
@@ -161,13 +161,13 @@ async def test_each_event_of_a_task_is_told_once_and_in_order(node: Node, receiv
     assert (node.callbacks.statistics().taken, node.callbacks.statistics().failed) == (4, 0)
 
 
-async def test_a_task_without_a_callback_owes_nobody(node: Node) -> None:
+async def test_task_without_callback_owes_nothing(node: Node) -> None:
     await node.task("t", None)
     await node.over("t-0")
     assert await node.pending() == 0
 
 
-async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: CallbackReceiver) -> None:
+async def test_replaced_session_is_not_sent(node: Node, receiver: CallbackReceiver) -> None:
     await node.task("t", receiver.url)
     [claim] = await node.log.claim(ClaimOffer(incarnation=1, room=1))
     again = await node.log.put_back(claim, end(claim, status="interrupted"), keep=True)
@@ -178,7 +178,7 @@ async def test_a_replaced_session_is_nobodys_news(node: Node, receiver: Callback
     assert receiver.keys == [f"trajectory:{again.session_id}", "group:t", "task:t"]
 
 
-async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: CallbackReceiver) -> None:
+async def test_polar_task_sends_all_results_once(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, samples=3, form="polar_task")
     await receiver.until(1)
     await node.settled()
@@ -191,7 +191,7 @@ async def test_polars_task_is_told_once_with_all_results(node: Node, receiver: C
     )
 
 
-async def test_polars_session_is_told_of_each_end(node: Node, receiver: CallbackReceiver) -> None:
+async def test_polar_session_sends_each_end(node: Node, receiver: CallbackReceiver) -> None:
     await node.whole("t", receiver.url, form="polar_session")
     await receiver.until(1)
     await node.settled()
@@ -200,7 +200,7 @@ async def test_polars_session_is_told_of_each_end(node: Node, receiver: Callback
     assert polar.read(body, polar.SessionResult).task_id == "their t"
 
 
-async def test_a_body_too_large_to_be_held_is_sent_whole_and_with_its_length(
+async def test_oversized_body_is_streamed_with_length(
     node: Node, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await node.whole("held", receiver.url, samples=3, form="polar_task")
@@ -273,7 +273,7 @@ def at(
         ("10.0.0.6", 8080, None),
     ],
 )
-def test_where_a_callback_may_go(address: str, port: int, reason: str | None) -> None:
+def test_allowed_callback_addresses(address: str, port: int, reason: str | None) -> None:
     receivers = at({}, own=("10.0.0.5",), ports=(8080,))
     found = receivers.refusal(address, port)
     assert found is None if reason is None else reason in str(found)
@@ -295,7 +295,7 @@ def test_where_a_callback_may_go(address: str, port: int, reason: str | None) ->
         ("https://127.0.0.1/", "a socket of this node itself"),
     ],
 )
-def test_an_address_where_no_callback_goes_is_refused_at_submission(url: str, reason: str) -> None:
+def test_forbidden_callback_address_is_refused(url: str, reason: str) -> None:
     receivers = at({}, ports=(8080, 443))
     with pytest.raises(Refused, match=f"^callback_url leads to .*{reason}") as refused:
         receivers.check(url)
@@ -304,9 +304,7 @@ def test_an_address_where_no_callback_goes_is_refused_at_submission(url: str, re
         receivers.check(taken)
 
 
-async def test_the_address_that_was_checked_is_the_one_connected_to(
-    tmp_path: Path, receiver: CallbackReceiver
-) -> None:
+async def test_checked_address_is_connected(tmp_path: Path, receiver: CallbackReceiver) -> None:
     """A name that answers with another address at each look-up gains nothing: it is looked up once an attempt,
     and the name itself is never connected to.
     """
@@ -321,7 +319,7 @@ async def test_the_address_that_was_checked_is_the_one_connected_to(
     assert {head["host"] for head in receiver.heads} == {f"trainer.invalid:{port}"}
 
 
-async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiver: CallbackReceiver) -> None:
+async def test_own_sockets_get_no_callback(tmp_path: Path, receiver: CallbackReceiver) -> None:
     """Neither by address nor by a name for it; the event stays pending, and is sent once it may be."""
     port = int(receiver.url.rpartition(":")[2].partition("/")[0])
     receivers = at({"inside.invalid": ["127.0.0.1"], "127.0.0.1": ["127.0.0.1"]}, ports=(port,))
@@ -340,7 +338,7 @@ async def test_no_callback_comes_to_the_nodes_own_sockets(tmp_path: Path, receiv
         await node.settled()
 
 
-async def test_the_status_is_no_scanner_of_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_reveals_no_open_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A closed port, one that speaks another protocol, one that is silent and a name that is none read alike."""
     monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
 
@@ -365,7 +363,7 @@ async def test_the_status_is_no_scanner_of_ports(tmp_path: Path, monkeypatch: py
         nursery.cancel_scope.cancel()
 
 
-def test_networks_that_are_none_are_no_setting() -> None:
+def test_invalid_networks_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"callback_networks: '10.1.2.3/8' is no network .* write it as"):
         read_config(flags={"callback_networks": ["10.1.2.3/8"], "cpu": True})
     assert read_config(flags={"callback_networks": ["203.0.113.0/24"], "cpu": True}).callback_networks == (
@@ -377,9 +375,7 @@ def test_networks_that_are_none_are_no_setting() -> None:
 
 
 @pytest.mark.parametrize("manner", ["refuse", "redirect", "cut"])
-async def test_what_is_not_taken_comes_again_until_it_is(
-    node: Node, receiver: CallbackReceiver, manner: str
-) -> None:
+async def test_rejected_event_is_sent_again(node: Node, receiver: CallbackReceiver, manner: str) -> None:
     receiver.manner = manner
     await node.whole("t", receiver.url)
     await receiver.wait_asked(4)
@@ -394,9 +390,10 @@ async def test_what_is_not_taken_comes_again_until_it_is(
     assert node.callbacks.statistics().trouble == {}
 
 
-async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
+async def test_unreadable_result_is_not_accepted(
     node: Node, receiver: CallbackReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A bridge that could not read a result has not taken it."""
     receiver.manner = "not ok"
     await node.whole("t", receiver.url, form="polar_task")
     await receiver.wait_asked(3)
@@ -410,14 +407,14 @@ async def test_a_bridge_that_could_not_read_a_result_has_not_taken_it(
     assert node.callbacks.statistics().trouble == {}
 
 
-async def test_an_event_is_taken_by_the_status_alone(node: Node, receiver: CallbackReceiver) -> None:
+async def test_status_alone_accepts_event(node: Node, receiver: CallbackReceiver) -> None:
     receiver.manner = "not ok"
     await node.whole("t", receiver.url)
     await node.settled()
     assert node.callbacks.statistics().failed == 0
 
 
-async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: CallbackReceiver) -> None:
+async def test_receiver_answer_is_not_decompressed(node: Node, receiver: CallbackReceiver) -> None:
     """3 kB of gzip in gzip are 2 GiB; that a body is not what it is declared to be shows that nobody tried."""
     receiver.manner = "encode"
     await node.whole("t", receiver.url)
@@ -427,7 +424,7 @@ async def test_no_answer_of_a_receiver_is_decompressed(node: Node, receiver: Cal
     assert node.callbacks.statistics().failed == 0
 
 
-async def test_who_hangs_is_left_and_asked_again(
+async def test_hanging_receiver_is_asked_again(
     node: Node, receiver: CallbackReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(callbacks, "ATTEMPT_S", 0.3)
@@ -441,7 +438,7 @@ async def test_who_hangs_is_left_and_asked_again(
     assert receiver.keys == of("t")
 
 
-async def test_who_is_not_there_is_told_when_it_comes(node: Node) -> None:
+async def test_absent_receiver_gets_events_later(node: Node) -> None:
     async with open_receiver() as gone:
         url = gone.url
     await node.whole("t", url)
@@ -453,7 +450,7 @@ async def test_who_is_not_there_is_told_when_it_comes(node: Node) -> None:
         assert back.keys == of("t")
 
 
-async def test_one_dead_url_holds_up_no_other(node: Node, receiver: CallbackReceiver) -> None:
+async def test_dead_url_delays_no_other(node: Node, receiver: CallbackReceiver) -> None:
     """Though it has more to be told than there are places, and answers none of it for as long as it may."""
     async with open_receiver() as dead:
         dead.manner = "hang"
@@ -466,7 +463,7 @@ async def test_one_dead_url_holds_up_no_other(node: Node, receiver: CallbackRece
         assert dead.asked == module.MAX_POSTS_PER_URL
 
 
-async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None:
+async def test_rejected_task_delays_no_other(node: Node) -> None:
     """One receiver that refuses one task for ever, and takes the others."""
     async with open_receiver() as picky:
         await node.whole("bad", picky.url)
@@ -482,7 +479,7 @@ async def test_a_poisonous_task_holds_up_no_other_of_its_url(node: Node) -> None
         } == {name: of(name) for name in ("a", "b", "c", "bad")}
 
 
-async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path: Path) -> None:
+async def test_pruned_events_are_counted(tmp_path: Path) -> None:
     """The journal's own pruning: with nothing kept, each event goes with the next commit."""
     async with open_receiver() as receiver:
         receiver.manner = "refuse"
@@ -509,7 +506,7 @@ async def test_what_went_with_the_retention_is_owed_no_more_and_counted(tmp_path
 # ── over the node's death ─────────────────────────────────────────────────────
 
 
-async def test_what_is_owed_outlives_the_node(tmp_path: Path) -> None:
+async def test_pending_events_survive_restart(tmp_path: Path) -> None:
     async with open_receiver() as receiver:
         receiver.manner = "hang"
         async with open_node(tmp_path) as first:
@@ -560,7 +557,7 @@ class SlowLog:
         return True
 
 
-async def test_settling_waits_for_what_follows() -> None:
+async def test_settling_waits_for_following_events() -> None:
     """The next event of a task is there once the one before it was accepted, and the look for it may take long."""
     log: Any = SlowLog()
     sender, settled = CallbackService(log=log, poster=log), trio.Event()
@@ -584,9 +581,7 @@ async def test_settling_waits_for_what_follows() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_node_that_ends_tells_what_its_last_sessions_owe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_stopping_node_sends_last_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SETTLE_S", 60.0)
     async with open_receiver() as receiver, open_receiver() as dead:
         dead.manner = "refuse"
@@ -597,9 +592,10 @@ async def test_a_node_that_ends_tells_what_its_last_sessions_owe(
         assert dead.asked  # and is not waited for
 
 
-async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the_same_key(
+async def test_event_at_node_death_repeats_key(
     tmp_path: Path,
 ) -> None:
+    """An event taken as the node dies comes at most again, and under the same key."""
     async with open_receiver() as receiver:
         for _ in range(3):
             async with open_node(tmp_path) as life:
@@ -614,7 +610,7 @@ async def test_an_event_taken_as_the_node_dies_comes_at_most_again_and_under_the
     assert firsts == of("t", 4)
 
 
-async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, tmp_path: Path) -> None:
+async def test_unknown_format_is_refused(node: Node, tmp_path: Path) -> None:
     parts: dict[str, Any] = dict.fromkeys(attr.name for attr in fields(WholeNode) if attr.init)
     service = WholeNode(
         **(
@@ -639,5 +635,5 @@ async def test_a_task_with_an_unknown_format_is_refused_by_the_node(node: Node, 
     assert listed == {"tasks": []}
 
 
-def test_a_query_is_not_shown() -> None:
+def test_query_is_not_shown() -> None:
     assert shown("http://host:80/done?token=secret") == "http://host:80/done"

@@ -56,7 +56,7 @@ async def publish(plane: Plane, session_id: str, **more: Any) -> None:
 # ── the door ──────────────────────────────────────────────────────────────────
 
 
-async def test_only_probes_come_in_without_the_token(started: Started) -> None:
+async def test_only_probes_need_no_token(started: Started) -> None:
     async with started() as (plane, client):
         for method, path in (
             ("GET", "/v1/status"),
@@ -77,7 +77,7 @@ async def test_only_probes_come_in_without_the_token(started: Started) -> None:
         assert unready.json() == {"ready": False, "reason": "the journal's disk is full"}
 
 
-async def test_without_a_token_everyone_is_let_in(started: Started) -> None:
+async def test_without_token_everyone_is_admitted(started: Started) -> None:
     async with started(token=None) as (_, client):
         assert (await client.call("GET", "/v1/tasks", headers={"Authorization": ""})).json() == {"tasks": []}
 
@@ -86,16 +86,14 @@ async def test_without_a_token_everyone_is_let_in(started: Started) -> None:
     ("method", "path"),
     [("GET", "/v1/status?x=1"), ("GET", "/v1/tasks/t?x=1"), ("POST", "/v1/trajectories/ack?x=1")],
 )
-async def test_a_parameter_that_a_route_does_not_have_is_refused(
-    started: Started, method: str, path: str
-) -> None:
+async def test_unknown_parameter_is_refused(started: Started, method: str, path: str) -> None:
     async with started() as (_, client):
         status, _, sentence, where = error_of(await client.call(method, path))
     assert (status, where) == (400, "?x")
     assert sentence.startswith("x is not a parameter of this route: it takes ")
 
 
-async def test_what_is_not_there_is_a_sentence(started: Started) -> None:
+async def test_unknown_path_gets_sentence(started: Started) -> None:
     async with started() as (_, client):
         assert error_of(await client.get("/v1/weights"))[:2] == (404, "not_found")
         assert error_of(await client.call("PUT", "/v1/tasks"))[:2] == (405, "method_not_allowed")
@@ -108,7 +106,7 @@ async def test_what_is_not_there_is_a_sentence(started: Started) -> None:
         assert error_of(await client.get("/v1/sessions/none"))[0] == 404
 
 
-async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(started: Started) -> None:
+async def test_too_many_values_are_refused_unparsed(started: Started) -> None:
     async with started() as (_, client):
         body = b'{"instruction":[' + b"[]," * 1_000_000 + b"no JSON"
         status, kind, sentence = error_of(await client.call("POST", "/v1/tasks", body=body))[:3]
@@ -119,13 +117,13 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(started:
         assert "files is not a known field" in sentence
 
 
-async def test_too_large_a_body_is_refused(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_body_is_refused(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_BYTES", 1000)
     async with started() as (_, client):
         assert error_of(await client.call("POST", "/v1/tasks", body=b" " * 2000))[:2] == (413, "too_large")
 
 
-async def test_a_bug_says_only_that_it_is_one(started: Started) -> None:
+async def test_bug_hides_its_details(started: Started) -> None:
     async with started() as (plane, client):
         plane.service.has_a_bug = True
         assert error_of(await client.get("/v1/status")) == (
@@ -139,7 +137,7 @@ async def test_a_bug_says_only_that_it_is_one(started: Started) -> None:
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
-async def test_a_task_is_taken_and_seen(started: Started) -> None:
+async def test_task_is_submitted_and_shown(started: Started) -> None:
     async with started() as (plane, client):
         taken = await client.post("/v1/tasks", {**TASK, "task_id": "t", "num_samples": 2})
         assert (taken.status, taken.json()) == (
@@ -165,7 +163,7 @@ async def test_a_task_is_taken_and_seen(started: Started) -> None:
         assert listed == {key: value for key, value in seen.items() if key != "spec"}
 
 
-async def test_the_same_task_again_is_answered_the_same(started: Started) -> None:
+async def test_repeated_task_gets_same_answer(started: Started) -> None:
     async with started() as (_, client):
         first = (await client.post("/v1/tasks", TASK, Idempotency_Key="k")).json()
         again = (await client.post("/v1/tasks", TASK, Idempotency_Key="k")).json()
@@ -186,7 +184,7 @@ async def test_the_same_task_again_is_answered_the_same(started: Started) -> Non
         (json.dumps({"instruction": "x"}).encode(), "$.harness", "is missing"),
     ],
 )
-async def test_a_task_that_is_none_is_refused_with_its_path(
+async def test_invalid_task_is_refused_with_path(
     started: Started, body: bytes, path: str | None, words: str
 ) -> None:
     async with started() as (_, client):
@@ -197,7 +195,7 @@ async def test_a_task_that_is_none_is_refused_with_its_path(
 
 @pytest.mark.parametrize("levels", [100, 248, 252, 253, 500, 1000, 1023, 20_000])
 @pytest.mark.parametrize("field", ["metadata", "harness", "unknown"])
-async def test_depth_is_never_a_bug_of_the_node(started: Started, levels: int, field: str) -> None:
+async def test_deep_task_is_no_bug(started: Started, levels: int, field: str) -> None:
     deep = '{"v":' + "[" * levels + "]" * levels + "}"
     body = json.dumps({**TASK, field: "HERE"}).replace('"HERE"', deep).encode()
     async with started() as (_, client):
@@ -206,7 +204,7 @@ async def test_depth_is_never_a_bug_of_the_node(started: Started, levels: int, f
     assert len(message) < 500
 
 
-async def test_the_deepest_task_that_is_taken_is_read_back(started: Started) -> None:
+async def test_deepest_accepted_task_is_readable(started: Started) -> None:
     deep: Any = 1
     for _ in range(99):
         deep = [deep]
@@ -225,7 +223,7 @@ async def test_the_deepest_task_that_is_taken_is_read_back(started: Started) -> 
         (EngineError("the engine died"), 500, "engine"),
     ],
 )
-async def test_how_the_node_says_no(started: Started, refusal: Any, status: int, kind: str) -> None:
+async def test_refusal_has_status_and_kind(started: Started, refusal: Any, status: int, kind: str) -> None:
     async with started() as (plane, client):
         plane.service.refuses = refusal
         response = await client.post("/v1/tasks", TASK)
@@ -233,7 +231,7 @@ async def test_how_the_node_says_no(started: Started, refusal: Any, status: int,
         assert response.headers.get("retry-after") == ("3" if kind == "busy" else None)
 
 
-async def test_a_full_disk_takes_no_new_task(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_refuses_new_task(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as (_, client):
         known = (await client.post("/v1/tasks", {**TASK, "task_id": "known"})).json()
         monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
@@ -246,7 +244,7 @@ async def test_a_full_disk_takes_no_new_task(started: Started, monkeypatch: pyte
         assert "make room" in (await client.get("/v1/status")).json()["journal"]["warning"]
 
 
-async def test_a_task_is_cancelled_once(started: Started) -> None:
+async def test_task_is_cancelled_once(started: Started) -> None:
     async with started() as (_, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
         assert (await client.call("DELETE", "/v1/tasks/t")).json() == {"task_id": "t", "cancelled": True}
@@ -256,7 +254,7 @@ async def test_a_task_is_cancelled_once(started: Started) -> None:
 # ── the stream ────────────────────────────────────────────────────────────────
 
 
-async def test_events_come_as_they_happen_and_resume_exactly(started: Started) -> None:
+async def test_stream_follows_and_resumes_exactly(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t", "num_samples": 2, "group_id": "g"})
         await publish(plane, "t-0", task_id="t")
@@ -287,7 +285,7 @@ async def test_events_come_as_they_happen_and_resume_exactly(started: Started) -
                 assert await stream.rest() == keys
 
 
-async def test_two_consumers_have_their_own_places(started: Started) -> None:
+async def test_two_consumers_have_own_positions(started: Started) -> None:
     async with started() as (plane, client):
         for number in range(3):
             await publish(plane, f"s{number}", task_id="x")
@@ -314,7 +312,7 @@ async def test_two_consumers_have_their_own_places(started: Started) -> None:
             assert await stream.rest() == ["trajectory:s1", "trajectory:s2"]
 
 
-async def test_a_stream_is_filtered(started: Started) -> None:
+async def test_stream_is_filtered(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t", "group_id": "g"})
         await publish(plane, "other", task_id="x", group_id="h", status="failed", reward=0.0)
@@ -329,7 +327,7 @@ async def test_a_stream_is_filtered(started: Started) -> None:
                 assert await stream.rest() == keys
 
 
-async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> None:
+async def test_stream_has_requested_kinds(started: Started) -> None:
     """Sessions that lost their place come to nobody who did not ask; they are read by their id like any
     other.
     """
@@ -358,7 +356,7 @@ async def test_a_stream_has_the_kinds_that_are_asked_for(started: Started) -> No
         assert (status, path) == (400, "?kinds")
 
 
-async def test_without_follow_a_tasks_stream_ends_with_the_task(started: Started) -> None:
+async def test_task_stream_ends_without_follow(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
         async with client.stream(task_id="t", follow="false") as stream, trio.open_nursery() as nursery:
@@ -372,7 +370,7 @@ async def test_without_follow_a_tasks_stream_ends_with_the_task(started: Started
             assert await stream.rest() == ["trajectory:t-0", "group:t", "task:t"]
 
 
-async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_quiet_stream_sends_signs_of_life(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exports, "KEEP_ALIVE_S", 0.05)
     async with started() as (plane, client), client.stream(task_id="t") as stream:
         assert (await stream.block())["comment"] == "polarnode"
@@ -384,7 +382,7 @@ async def test_a_quiet_stream_says_that_it_lives(started: Started, monkeypatch: 
         assert (await stream.event())["data"]["key"] == "trajectory:mine"
 
 
-async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
+async def test_late_reader_gets_gap(started: Started) -> None:
     async with started(retention=RetentionLimits(acknowledged=3 << 18, everything=3 << 18)) as (
         plane,
         client,
@@ -409,7 +407,7 @@ async def test_who_comes_too_late_hears_of_the_gap(started: Started) -> None:
             assert len(await stream.rest()) == 81 - oldest
 
 
-async def test_a_number_of_another_journal_begins_again_with_a_gap(started: Started) -> None:
+async def test_position_of_another_journal_restarts(started: Started) -> None:
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         async with client.stream(after=1000, follow="false") as stream:
@@ -419,7 +417,7 @@ async def test_a_number_of_another_journal_begins_again_with_a_gap(started: Star
             assert await stream.rest() == ["trajectory:a"]
 
 
-async def test_trouble_in_the_middle_is_an_event(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stream_trouble_is_an_event(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_disk(*_: object) -> NoReturn:
         raise sqlite3.OperationalError("disk I/O error")
 
@@ -441,7 +439,7 @@ async def test_trouble_in_the_middle_is_an_event(started: Started, monkeypatch: 
             assert await stream.block() == {}
 
 
-async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started: Started) -> None:
+async def test_unreadable_event_does_not_end_stream(started: Started) -> None:
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         turn = attrs.evolve(make_turn("b"), new_messages=NewMessages(tools="no JSON"))
@@ -475,7 +473,7 @@ async def test_what_cannot_be_given_is_one_event_and_the_stream_goes_on(started:
 # ── one trajectory, one session, all of them ──────────────────────────────────
 
 
-async def test_one_trajectory_in_either_spelling(started: Started) -> None:
+async def test_trajectory_in_both_array_formats(started: Started) -> None:
     async with started() as (plane, client):
         await publish(plane, "a", turns=3)
         expected = make_trajectory("a", turns=3)
@@ -488,7 +486,7 @@ async def test_one_trajectory_in_either_spelling(started: Started) -> None:
         assert "sampled" not in table["turns"][0]
 
 
-async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
+async def test_running_session_is_shown(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
         plane.journal.record_turn(make_turn("t-0"))
@@ -507,13 +505,13 @@ async def test_a_session_is_seen_before_it_is_over(started: Started) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1//status", "/v1/tasks//", "/v1/sessions//artifacts"])
-async def test_a_path_with_two_slashes_is_not_found(started: Started, path: str) -> None:
+async def test_double_slash_is_not_found(started: Started, path: str) -> None:
     """It was answered by a redirect, in HTML."""
     async with started() as (_, client):
         assert error_of(await client.get(path))[:2] == (404, "not_found")
 
 
-async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_path: Path) -> None:
+async def test_artifacts_are_streamed_as_kept(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")
         kept = b"not really a tar " * 200_000
@@ -528,7 +526,7 @@ async def test_artifacts_are_streamed_as_they_were_kept(started: Started, tmp_pa
         assert error_of(await client.get("/v1/sessions/a/artifacts", arrays="json"))[0] == 400
 
 
-async def test_snapshots_are_listed_without_what_they_hold(started: Started, tmp_path: Path) -> None:
+async def test_snapshots_are_listed_without_content(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")
         assert (await client.get("/v1/sessions/a/snapshots")).json() == {"session_id": "a", "snapshots": []}
@@ -545,7 +543,7 @@ async def test_snapshots_are_listed_without_what_they_hold(started: Started, tmp
         assert error_of(await client.get("/v1/sessions/a/snapshots", arrays="json"))[0] == 400
 
 
-async def test_a_session_that_was_never_forked_has_no_forks(started: Started) -> None:
+async def test_unforked_session_has_no_forks(started: Started) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")
         assert (await client.get("/v1/sessions/a/forks")).json() == {"session_id": "a", "forks": []}
@@ -553,7 +551,7 @@ async def test_a_session_that_was_never_forked_has_no_forks(started: Started) ->
         assert error_of(await client.get("/v1/sessions/a/forks", arrays="json"))[0] == 400
 
 
-async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_path: Path) -> None:
+async def test_missing_artifacts_are_explained(started: Started, tmp_path: Path) -> None:
     async with started() as (plane, client):
         await publish(plane, "a")
         (tmp_path / "secret.artifacts.tar").write_bytes(b"of nobody")
@@ -568,9 +566,7 @@ async def test_artifacts_that_are_not_there_are_said_so(started: Started, tmp_pa
             assert (await client.get(f"/v1/sessions/{unknown}/artifacts")).status == 404
 
 
-async def test_the_export_is_every_trajectory_a_line(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_export_has_trajectory_per_line(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarnode.journal.queries.PAGE_BYTES", 2000)
     async with started() as (plane, client):
         assert (await client.get("/v1/export")).text == ""
@@ -619,7 +615,7 @@ async def test_the_export_is_every_trajectory_a_line(
         ("/v1/tasks/x", {"a": "b"}, "?a", "takes none"),
     ],
 )
-async def test_a_parameter_that_can_not_be_is_refused(
+async def test_invalid_parameter_is_refused(
     started: Started, path: str, params: dict[str, str], where: str, words: str
 ) -> None:
     async with started() as (_, client):
@@ -628,7 +624,7 @@ async def test_a_parameter_that_can_not_be_is_refused(
         assert words in message
 
 
-async def test_an_acknowledgement_is_read_strictly(started: Started) -> None:
+async def test_acknowledgement_is_parsed_strictly(started: Started) -> None:
     async with started() as (_, client):
         for body, path in (
             ({"consumer": "a"}, "$.id"),
@@ -643,7 +639,8 @@ async def test_an_acknowledgement_is_read_strictly(started: Started) -> None:
             assert error_of(await client.post("/v1/trajectories/ack", body))[3] == path
 
 
-def test_a_browsers_header_is_a_cursor_or_nothing() -> None:
+def test_last_event_id_is_cursor() -> None:
+    """The header that a browser sends is a cursor or nothing."""
     assert (last_event_id(None), last_event_id("")) == (None, None)
     assert last_event_id("12") == Cursor(position=12)
     assert last_event_id("7f-1-0:12") == Cursor(position=12, log="7f-1-0")
@@ -652,7 +649,7 @@ def test_a_browsers_header_is_a_cursor_or_nothing() -> None:
     assert read_query({}).follow
 
 
-def test_the_rooms_beside_the_routes_are_small() -> None:
+def test_small_modules_beside_routes() -> None:
     """What the tests above drive, named where it is a value: open paths, sentences, bodies, answers."""
     assert set(app.OPEN_PATHS) == {"/healthz", "/readyz"}
     assert all("see docs/api.md" in service.SENTENCES[code][1] for code in (404, 405))
@@ -664,9 +661,7 @@ def test_the_rooms_beside_the_routes_are_small() -> None:
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-async def test_a_web_page_of_another_origin_changes_and_reads_nothing(
-    token: str | None, started: Started
-) -> None:
+async def test_foreign_web_page_is_refused(token: str | None, started: Started) -> None:
     """Also one that has the token. The Host is checked where there is none: a rebound name is the page's own."""
     page = {"Origin": "http://evil.example", "Content-Type": "text/plain"}
     async with started(token=token) as (_, client):
@@ -682,7 +677,7 @@ async def test_a_web_page_of_another_origin_changes_and_reads_nothing(
         assert (await client.get("/v1/tasks")).json() == {"tasks": []}
 
 
-async def test_the_token_is_taken_from_no_query(started: Started) -> None:
+async def test_token_in_query_is_ignored(started: Started) -> None:
     async with started() as (_, client):
         for query in ("token=secret", "access_token=secret", "key=secret"):
             answer = await client.call("GET", f"/v1/tasks?{query}", headers={"Authorization": ""})
@@ -708,7 +703,7 @@ WRONG = b"GET /v1/tasks HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer wro
 @pytest.mark.parametrize(
     "sent", [b"", b"GET /v1/tasks HT", WRONG], ids=["nothing", "half a head", "no token"]
 )
-async def test_connections_of_strangers_keep_no_trainer_out(
+async def test_stranger_connections_block_no_trainer(
     token: str | None, sent: bytes, started: Started
 ) -> None:
     """A stream that is open goes on, and whoever has the token gets in, as do the probes."""

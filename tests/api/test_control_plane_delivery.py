@@ -100,7 +100,8 @@ async def test_consumers_are_listed_and_forgotten(started: Started) -> None:
             assert await stream.rest() == ["trajectory:a", "trajectory:b"]
 
 
-async def test_a_consumer_is_known_however_its_first_stream_begins(started: Started) -> None:
+async def test_consumer_is_registered_by_any_stream(started: Started) -> None:
+    """A consumer is known however its first stream begins."""
     async with started() as (plane, client):
         await publish(plane.journal, "a", "b")
         for name, params, headers in (("after", {"after": 1}, {}), ("header", {}, {"Last-Event-ID": "1"})):
@@ -112,7 +113,8 @@ async def test_a_consumer_is_known_however_its_first_stream_begins(started: Star
         ]
 
 
-async def test_two_readers_of_one_name_both_read_all_and_share_a_position(started: Started) -> None:
+async def test_readers_of_one_name_share_position(started: Started) -> None:
+    """Two readers of one name both read all, and share a position."""
     async with started() as (plane, client):
         await publish(plane.journal, "a", "b", "c")
         async with client.stream(consumer="one") as first, client.stream(consumer="one") as second:
@@ -143,7 +145,7 @@ async def all_kinds(plane: Plane) -> None:
     await plane.journal.flush()
 
 
-async def test_an_event_is_the_same_at_each_delivery_and_in_each_life(started: Started) -> None:
+async def test_event_is_identical_at_each_delivery(started: Started) -> None:
     kinds = "trajectory,group,task,attempt"
 
     async def read(client: Caller, **params: Any) -> list[tuple[str, str, Any]]:
@@ -165,7 +167,7 @@ async def test_an_event_is_the_same_at_each_delivery_and_in_each_life(started: S
         assert await read(client, after=0) == first
 
 
-async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
+async def test_acknowledging_settles_a_gap(started: Started) -> None:
     async with started(retention=RetentionLimits(acknowledged=3 << 18, everything=3 << 18)) as (
         plane,
         client,
@@ -191,7 +193,7 @@ async def test_a_gap_is_settled_by_acknowledging_it(started: Started) -> None:
 
 
 @pytest.mark.parametrize("resumes", [True, False])
-async def test_what_a_killed_reader_acknowledged_late_is_no_gap(started: Started, *, resumes: bool) -> None:
+async def test_late_acknowledgement_leaves_no_gap(started: Started, *, resumes: bool) -> None:
     """Its next life's stream began before, and all others have read the events: they are pruned at once."""
     async with started(retention=RetentionLimits(acknowledged=0, everything=1 << 40)) as (plane, _):
         await plane.journal.acknowledge("one", 0)
@@ -206,7 +208,7 @@ async def test_what_a_killed_reader_acknowledged_late_is_no_gap(started: Started
         assert (b"event: gap" in text) == (not resumes), "who asks for them by number is told"
 
 
-async def test_a_gap_where_nothing_is_left_leads_to_what_comes(started: Started) -> None:
+async def test_gap_without_events_leads_onward(started: Started) -> None:
     async with started(retention=RetentionLimits(acknowledged=0, everything=0)) as (plane, client):
         await publish(plane.journal, "a")
         await until(lambda: plane.journal.first_seq == 2)
@@ -251,9 +253,8 @@ async def numbers(stream: Stream, last: int) -> list[int]:
     return found
 
 
-async def test_a_reader_that_stops_in_the_middle_costs_a_page_and_goes_on_exactly(
-    started: Started, pages: "Counter[str | None]"
-) -> None:
+async def test_stopped_reader_resumes_exactly(started: Started, pages: "Counter[str | None]") -> None:
+    """A reader that stops in the middle costs a page, and goes on exactly."""
     async with (
         started() as (plane, client),
         client.stream(consumer="slow") as slow,
@@ -280,7 +281,7 @@ async def test_a_reader_that_stops_in_the_middle_costs_a_page_and_goes_on_exactl
         )
 
 
-async def test_a_reader_that_takes_nothing_is_cut_and_resumes_exactly(
+async def test_stalled_reader_is_cut_and_resumes(
     started: Started, pages: "Counter[str | None]", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "STALLED_MS", 300)
@@ -311,7 +312,8 @@ EVENTS_OF_A_PAGE = queries.PAGE_BYTES // 60_000
 JOURNAL = "j0123456789abcdef"
 
 
-def test_small_events_leave_together_and_large_ones_in_pieces() -> None:
+def test_small_events_join_large_split() -> None:
+    """Small events leave together, and large ones in pieces."""
     small = tuple(
         StoredEvent(seq=seq, kind="group", key=f"group:{seq}", body=b'{"a":1}') for seq in range(1, 5)
     )
@@ -337,7 +339,7 @@ def pieces_of(events: tuple[StoredEvent, ...]) -> list[bytes]:
 # ── beginning at the newest event ─────────────────────────────────────────────
 
 
-async def test_a_new_reader_may_begin_at_the_newest_event(tmp_path: Path) -> None:
+async def test_new_reader_may_begin_at_newest(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         await publish(plane.journal, "old")

@@ -13,7 +13,7 @@ from polarnode.core.task import EvaluatorSpec
 COMPLETED = EvaluatorSpec(name="session_completed")
 
 
-async def test_a_captured_session_is_scored_by_its_turns(tmp_path: Path) -> None:
+async def test_captured_session_is_scored_by_turns(tmp_path: Path) -> None:
     async with (
         open_capture_node(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
         AsyncPolarnodeClient(desk.caller.url, token="secret", patience_s=5.0) as client,
@@ -42,7 +42,7 @@ async def test_a_captured_session_is_scored_by_its_turns(tmp_path: Path) -> None
         assert "set runtime.keep_workspace" in (two.error or "")
 
 
-async def test_what_is_wrong_with_a_request_is_one_sentence(tmp_path: Path) -> None:
+async def test_invalid_request_is_one_sentence(tmp_path: Path) -> None:
     async with (
         open_capture_node(tmp_path, ScriptedEngine(context_length=CONTEXT)) as desk,
         AsyncPolarnodeClient(desk.caller.url, token="secret", patience_s=5.0) as client,

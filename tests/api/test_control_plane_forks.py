@@ -21,7 +21,7 @@ PARENT: dict[str, Any] = {
 }
 
 
-async def test_a_fork_is_its_parents_task_again(tmp_path: Path) -> None:
+async def test_fork_repeats_parent_task(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         await caller.post("/v1/tasks", PARENT)
@@ -60,7 +60,7 @@ async def test_a_fork_is_its_parents_task_again(tmp_path: Path) -> None:
         ("parent-1", {"turn": 0, "by": "hope"}, 400, "$.by", "replay"),
     ],
 )
-async def test_what_is_wrong_is_one_sentence(
+async def test_invalid_fork_is_one_sentence(
     tmp_path: Path, session: str, body: dict[str, Any], status: int, path: str | None, words: str
 ) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
@@ -72,7 +72,7 @@ async def test_what_is_wrong_is_one_sentence(
     assert words in error["message"]
 
 
-def test_a_fork_of_a_fork_goes_on_from_its_own_parent() -> None:
+def test_fork_of_fork_continues_own_parent() -> None:
     parent = TaskSpec(
         instruction="i", harness=HarnessSpec(name="pi"), fork=ForkSpec(session="root", turn=1, by="replay")
     )

@@ -99,14 +99,14 @@ def figures(tally: NodeCounters) -> Figures:
     )
 
 
-def test_how_sessions_are_let_in_and_what_they_start_from() -> None:
+def test_admission_and_start_metrics() -> None:
     found = samples(render_metrics(figures(NodeCounters())).decode())
     assert [value(found, "polarnode_stage_held_back", stage=stage) for stage in ("run", "init")] == [0, 1]
     names = ("started_total", "served_warm_total", "reused_total", "failed_total", "live", "warm", "prepared")
     assert [value(found, f"polarnode_runtimes_{name}") for name in names] == [9, 6, 5, 1, 4, 3, 2]
 
 
-def test_how_late_the_loop_was() -> None:
+def test_event_loop_lag_is_measured() -> None:
     found = samples(
         render_metrics(
             evolve(figures(NodeCounters()), lag=LagStatistics(p50=0.001, p99=0.04, max=0.2))
@@ -131,7 +131,7 @@ def busy() -> NodeCounters:
     return tally
 
 
-def test_every_number_is_there_with_its_labels() -> None:
+def test_every_number_has_its_labels() -> None:
     found = samples(render_metrics(figures(busy())).decode())
     assert (
         value(
@@ -181,7 +181,7 @@ def test_every_number_is_there_with_its_labels() -> None:
     assert value(found, "polarnode_event_loop_pass_seconds") == 0.5
 
 
-def test_a_node_that_did_nothing_has_its_families_all_the_same() -> None:
+def test_idle_node_has_all_families() -> None:
     names = {
         family.name
         for family in text_string_to_metric_families(render_metrics(figures(NodeCounters())).decode())
@@ -194,7 +194,7 @@ def test_a_node_that_did_nothing_has_its_families_all_the_same() -> None:
     } <= names
 
 
-async def test_it_is_served_behind_the_token_and_counts_go_on(tmp_path: Path) -> None:
+async def test_metrics_need_token_and_accumulate(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         client = Caller(url=plane.url)
         refused = await client.call("GET", "/metrics", headers={"Authorization": ""})
@@ -214,7 +214,7 @@ async def test_it_is_served_behind_the_token_and_counts_go_on(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("hostile", ['a"b', "a\nb", "a\\b"])
-def test_a_label_can_not_break_the_text(hostile: str) -> None:
+def test_label_cannot_break_text_format(hostile: str) -> None:
     tally = NodeCounters()
     tally.refusals[hostile] = 1
     assert (
@@ -222,7 +222,7 @@ def test_a_label_can_not_break_the_text(hostile: str) -> None:
     )
 
 
-def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+def test_dashboard_uses_existing_metrics() -> None:
     board = json.loads((ROOT / "tools" / "grafana.json").read_text())
     asked = {
         name

@@ -45,7 +45,7 @@ def found(*each: LiveSessionStatus) -> dict[str, LiveSessionStatus]:
 # ── changes ───────────────────────────────────────────────────────────────────
 
 
-def test_a_reader_is_sent_what_differs_from_what_it_was_sent() -> None:
+def test_reader_gets_only_differences() -> None:
     seen, two = SeenSessions(), evolve(ONE, session_id="b")
     assert seen.changes(found(ONE, two), {}) == [ONE, two]
     assert seen.changes(found(evolve(ONE, age_s=9.0, phase_s=2.0), two), {}) == [], "time alone is no change"
@@ -57,7 +57,7 @@ def test_a_reader_is_sent_what_differs_from_what_it_was_sent() -> None:
     assert seen.changes({}, found(over)) == []
 
 
-def test_a_reader_that_comes_late_is_not_sent_what_ended_before() -> None:
+def test_late_reader_misses_ended_sessions() -> None:
     assert SeenSessions().changes(found(ONE), found(evolve(ONE, session_id="b", outcome="failed"))) == [ONE]
 
 
@@ -70,7 +70,7 @@ def test_a_reader_that_comes_late_is_not_sent_what_ended_before() -> None:
         (AT_ONCE, False, [AT_ONCE]),
     ],
 )
-def test_events_are_cut_and_the_first_alone_is_whole(count: int, whole: bool, sizes: list[int]) -> None:
+def test_only_first_event_is_whole(count: int, whole: bool, sizes: list[int]) -> None:
     made = list(pieces("n", [evolve(ONE, session_id=str(at)) for at in range(count)], whole=whole))
     assert [len(each.sessions) for each in made] == sizes
     assert [each.whole for each in made] == [whole and at == 0 for at in range(len(made))]
@@ -95,9 +95,8 @@ class OneCapture:
         )
 
 
-async def test_readers_share_a_look_and_captures_are_sessions(
-    journal: Journal, autojump_clock: MockClock
-) -> None:
+async def test_readers_share_looks_including_captures(journal: Journal, autojump_clock: MockClock) -> None:
+    """Readers share a look, and captures are sessions."""
     service = TaskTaker(journal=journal, captures=OneCapture())
     watch = SessionWatch(service)
     watch.look()
@@ -117,7 +116,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
         yield opened
 
 
-async def test_a_quiet_stream_gives_signs_of_life(journal: Journal, autojump_clock: MockClock) -> None:
+async def test_quiet_stream_sends_signs_of_life(journal: Journal, autojump_clock: MockClock) -> None:
     async with open_others(SqliteLog(journal), name="n0", token=None) as others:
         stream = LiveBody(watch=SessionWatch(TaskTaker(journal=journal)), others=others, follow=True)
         sent = [await anext(stream) for _ in range(2)]
@@ -135,7 +134,7 @@ async def reading(plane: Plane) -> AsyncIterator[AsyncEvents[SessionChanges]]:
         yield events
 
 
-async def test_a_session_is_followed_from_its_begin_to_its_end(tmp_path: Path) -> None:
+async def test_session_is_followed_to_its_end(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane, reading(plane) as events:
         assert await anext(events) == SessionChanges(node="n0", sessions=(), whole=True)
         for status in (
@@ -150,7 +149,8 @@ async def test_a_session_is_followed_from_its_begin_to_its_end(tmp_path: Path) -
             assert await anext(later) == SessionChanges(node="n0", sessions=(), whole=True)
 
 
-async def test_a_stream_that_does_not_follow_ends_and_others_are_refused(tmp_path: Path) -> None:
+async def test_unfollowed_stream_ends(tmp_path: Path) -> None:
+    """A stream that does not follow ends, and other parameters are refused."""
     async with open_plane(tmp_path / "journal.sqlite") as plane, httpx.AsyncClient() as client:
         plane.service.listed = (ONE,)
         headers = {"Authorization": "Bearer secret"}
@@ -225,7 +225,7 @@ async def read(body: LiveBody) -> SessionChanges:
                 return read_answer(block.data, SessionChanges)
 
 
-def test_a_slow_reader_gets_the_last_change() -> None:
+def test_slow_reader_gets_last_change() -> None:
     pending, two, runs = PendingChanges(), evolve(ONE, session_id="b"), evolve(ONE, phase="run")
     for each in (changes(ONE, two, whole=True), changes(runs), changes(two, node="c")):
         pending.put(each)
@@ -256,7 +256,7 @@ async def test_nodes_come_break_and_go(journal: Journal, autojump_clock: MockClo
         await body.aclose()
 
 
-async def test_without_follow_every_node_comes_once(journal: Journal, autojump_clock: MockClock) -> None:
+async def test_unfollowed_stream_lists_nodes_once(journal: Journal, autojump_clock: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         links = {(name, number): FakeLink([changes(ONE, whole=True)]) for number, name in enumerate("bc")}
         others: Any = FakeOthers(nursery, links)

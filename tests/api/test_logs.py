@@ -14,7 +14,7 @@ from polarnode.rollouts.session import MAX_HARNESS_LOG_BYTES
 EMPTY = {"text": "", "offset": 0, "next_offset": 0, "size": 0, "ended": False, "wrapped": False}
 
 
-async def test_a_sessions_log_is_read_as_it_grows(tmp_path: Path) -> None:
+async def test_growing_session_log_is_read(tmp_path: Path) -> None:
     path = tmp_path / "t-0.log"
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
@@ -53,7 +53,7 @@ async def test_a_sessions_log_is_read_as_it_grows(tmp_path: Path) -> None:
         ({"limit": 3}, "?limit", "limit is not a parameter of this route: it takes offset, tail"),
     ],
 )
-async def test_a_wrong_place_is_refused(
+async def test_invalid_log_position_is_refused(
     tmp_path: Path, parameters: dict[str, object], path: str, sentence: str
 ) -> None:
     (tmp_path / "node.log").write_text("line\n")
@@ -63,7 +63,7 @@ async def test_a_wrong_place_is_refused(
     assert answer.json()["error"]["message"] == sentence
 
 
-async def test_the_logs_of_a_node_are_listed_and_read(tmp_path: Path) -> None:
+async def test_node_logs_are_listed_and_read(tmp_path: Path) -> None:
     for name in ("engine-0", "node", "teacher-big/engine-0"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.log").write_text(f"{name}\n")
@@ -83,7 +83,7 @@ async def test_the_logs_of_a_node_are_listed_and_read(tmp_path: Path) -> None:
         assert "there are node, engine-0, teacher-big/engine-0" in answer.json()["error"]["message"]
 
 
-def test_a_long_log_comes_in_bounded_pieces(tmp_path: Path) -> None:
+def test_long_log_comes_in_pieces(tmp_path: Path) -> None:
     path, line = tmp_path / "s.log", "x" * 99 + "\n"
     path.write_text(line * 9000)
     text, offset = "", 0
@@ -97,7 +97,8 @@ def test_a_long_log_comes_in_bounded_pieces(tmp_path: Path) -> None:
     assert tail.next_offset == tail.size == 900_000
 
 
-def test_a_rotated_log_begins_again_and_a_full_one_says_so(tmp_path: Path) -> None:
+def test_rotated_and_full_logs(tmp_path: Path) -> None:
+    """A rotated log begins again, and a full one says so."""
     path = tmp_path / "node.log"
     path.write_text("new\n")
     piece = read_piece(path, Query(offset=16 << 20), name="node")
@@ -113,7 +114,7 @@ def test_a_rotated_log_begins_again_and_a_full_one_says_so(tmp_path: Path) -> No
     assert (running.wrapped, over.wrapped) == (True, False)
 
 
-def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
+def test_invalid_text_bytes_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "s.log"
     path.write_bytes(b"a\xff\xfeb\xc3")
     piece = read_piece(path, Query(), name="s", ended=True)
@@ -121,5 +122,5 @@ def test_bytes_that_are_no_text_are_shown_as_such(tmp_path: Path) -> None:
     assert (piece.text, piece.next_offset) == ("a\ufffd\ufffdb\ufffd", 5)
 
 
-def test_an_empty_folder_has_no_logs(tmp_path: Path) -> None:
+def test_empty_folder_has_no_logs(tmp_path: Path) -> None:
     assert list_log_files(tmp_path) == {}

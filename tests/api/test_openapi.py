@@ -34,7 +34,7 @@ STREAMS = "^/v1/(trajectories/stream|sessions/live)$"
 ASKED = ("--exclude-path-regex", STREAMS, "--max-examples", "25", "--seed", "1", "--no-color")
 
 
-async def test_the_routes_keep_what_the_document_promises(tmp_path: Path) -> None:
+async def test_routes_keep_the_document(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         for name in ("a", "b"):
             trajectory = make_trajectory(name, turns=2)
@@ -62,7 +62,7 @@ async def served(path: Path) -> tuple[set[tuple[str, str]], dict[str, Any]]:
     return {(method.upper(), where) for where, methods in said["paths"].items() for method in methods}, said
 
 
-async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
+async def test_every_route_is_documented(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as journal:
         app = control_plane(
             ControlRoutes(service=TaskTaker(journal=journal)).rows(),
@@ -77,13 +77,13 @@ async def test_every_route_is_in_the_document(tmp_path: Path) -> None:
     assert rules == set(ALL)
 
 
-async def test_a_control_plane_tells_the_routes_it_serves(tmp_path: Path) -> None:
+async def test_control_plane_documents_served_routes(tmp_path: Path) -> None:
     told, _ = await served(tmp_path)
     assert told <= {(method, re.sub(r"<(?:path:)?(\w+)>", r"{\1}", path)) for method, path in ALL}
     assert ("POST", "/v1/tasks") in told
 
 
-async def test_answers_are_what_their_schemas_say(tmp_path: Path) -> None:
+async def test_answers_match_their_schemas(tmp_path: Path) -> None:
     """Whole answers, with something in them: schemathesis mostly asks for what is not there."""
     _, said = await served(tmp_path)
     async with open_plane(tmp_path / "full.sqlite") as plane:
@@ -105,12 +105,12 @@ async def test_answers_are_what_their_schemas_say(tmp_path: Path) -> None:
             jsonschema_rs.validator_for({**shape, "components": said["components"]}).validate(found)
 
 
-def test_every_parameter_is_told() -> None:
+def test_every_parameter_is_documented() -> None:
     assert PARAMETERS.keys() == READERS.keys()
 
 
 @pytest.mark.parametrize("token", [True, False])
-def test_the_document_is_one_of_openapi(token: bool) -> None:
+def test_document_is_valid_openapi(token: bool) -> None:
     said: Any = document(ALL, ALL, token=token)
     assert said["openapi"] == "3.1.0"
     names = [each["operationId"] for item in said["paths"].values() for each in item.values()]

@@ -35,7 +35,7 @@ ASKED = (
 
 
 @pytest.mark.podman
-async def test_a_node_keeps_what_its_document_promises(tmp_path: Path) -> None:
+async def test_node_keeps_its_document(tmp_path: Path) -> None:
     """But for new tasks, each of which would start containers: those are in tests/api/test_openapi.py."""
     settings = NodeConfig(
         engine="simulated", gpus=(0,), port=0, state_dir=str(tmp_path / "state"), warm=0, token="secret"

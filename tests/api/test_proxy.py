@@ -133,7 +133,7 @@ def error(answer: Answer) -> str:
     return str(answer.json()["error"]["message"])
 
 
-async def test_turns_so_far_and_their_end(tmp_path: Path, cluster: Cluster) -> None:
+async def test_remote_turns_until_their_end(tmp_path: Path, cluster: Cluster) -> None:
     async with two_nodes(tmp_path, cluster.database()) as two:
         session = await two.running()
         live = (await two.a.get(f"/v1/sessions/{session}")).json()
@@ -154,7 +154,7 @@ async def test_turns_so_far_and_their_end(tmp_path: Path, cluster: Cluster) -> N
         assert printed.json()["text"] == "said by b\n", "its file stays where it ran"
 
 
-async def test_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluster) -> None:
+async def test_remote_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluster) -> None:
     async with two_nodes(tmp_path, cluster.database()) as two:
         session = await two.running()
         async with AsyncPolarnodeClient(two.a.url, "secret") as client, client.live_sessions() as events:
@@ -189,7 +189,7 @@ async def test_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluster) -> N
         assert (await two.a.get("/v1/logs/b/none")).status == 404
 
 
-async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) -> None:
+async def test_remote_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) -> None:
     async with two_nodes(tmp_path, cluster.database()) as two:
         two.done.set()
         session = await two.running(runtime={"artifacts": ["/work/answer"]})
@@ -219,7 +219,7 @@ async def test_artifacts_captures_and_pause(tmp_path: Path, cluster: Cluster) ->
         assert await two.nodes["a"].log.generation_hold(model="any") is None
 
 
-async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluster) -> None:
+async def test_cancel_and_invalid_request_reach_node(tmp_path: Path, cluster: Cluster) -> None:
     async with two_nodes(tmp_path, cluster.database()) as two:
         session = await two.running()
         refused = await two.a.get(f"/v1/sessions/{session}/log", tail=0)
@@ -236,7 +236,7 @@ async def test_cancel_and_a_bad_request_reach_it(tmp_path: Path, cluster: Cluste
         assert (await until(over, lambda found: found["outcome"] is not None))["status"] == "cancelled"
 
 
-async def test_who_has_anothers_address_answers_502(tmp_path: Path, cluster: Cluster) -> None:
+async def test_wrong_node_at_address_answers_502(tmp_path: Path, cluster: Cluster) -> None:
     async with two_nodes(tmp_path, cluster.database()) as two:
         session = await two.running()
         for path in (f"/v1/sessions/{session}", "/v1/sessions/live"):
@@ -279,7 +279,7 @@ def row(name: str, incarnation: int, **more: Any) -> NodeRow:
     ],
     ids=["elsewhere", "here", "came back", "gone"],
 )
-async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], found: Any) -> None:
+async def test_node_of_a_session(runs: NodeRow, nodes: tuple[NodeRow, ...], found: Any) -> None:
     log: Any = NodesOnly(runs, nodes)
     async with open_others(log, name="a", token=None) as others:
         assert await others.of_session("unknown") is None
@@ -291,7 +291,7 @@ async def test_where_a_session_is(runs: NodeRow, nodes: tuple[NodeRow, ...], fou
             await others.of_session("s")
 
 
-async def test_first_look_is_waited_for() -> None:
+async def test_first_look_is_awaited() -> None:
     """Whoever asks while the first answer of the log is under way is not told that the node is alone."""
     log: Any = NodesOnly(row("b", 2), (row("b", 2),))
     found: list[tuple[NodeRow, ...]] = []
@@ -310,7 +310,7 @@ async def test_first_look_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("url", "name"), [("http://127.0.0.1:9", "nœud"), ("http://[::1", "b"), ("", "b")])
-async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
+async def test_unreachable_row_is_tolerated(url: str, name: str) -> None:
     """Whatever another node wrote of itself, who asks it goes on."""
     log: Any = NodesOnly(row(name, 2, url=url), (row(name, 2, url=url),))
     async with open_others(log, name="a", token=None) as others:
@@ -318,7 +318,7 @@ async def test_row_that_cannot_be_asked(url: str, name: str) -> None:
         assert isinstance(found, Unreachable)
 
 
-async def test_a_renewed_certificate_is_pinned_anew() -> None:
+async def test_renewed_certificate_is_pinned_again() -> None:
     log: Any = NodesOnly(row("b", 2), (row("b", 2),))
     async with open_others(log, name="a", token=None) as others:
         renewed = evolve(log.rows[0], facts=evolve(log.rows[0].facts, certificate="22"))
@@ -366,7 +366,7 @@ def _moved(db: Any, url: str, incarnation: int) -> None:
     db.execute("UPDATE nodes SET url = %s WHERE incarnation = %s", (url, incarnation))
 
 
-async def test_another_certificate_is_sent_nothing(tmp_path: Path) -> None:
+async def test_other_certificate_is_sent_nothing(tmp_path: Path) -> None:
     chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     pin = sha256(PEM_cert_to_DER_cert(await trio.Path(chain).read_text())).hexdigest()
     asked: list[str] = []
@@ -402,7 +402,7 @@ async def test_another_certificate_is_sent_nothing(tmp_path: Path) -> None:
     ],
     ids=["here", "least to do", "nobody", "has engines", "both"],
 )
-async def test_which_node_takes_it(requires: dict[str, str], engines: bool, found: int | None) -> None:
+async def test_node_chosen_for_task(requires: dict[str, str], engines: bool, found: int | None) -> None:
     def made(name: str, number: int, gpu: str, **more: Any) -> NodeRow:
         facts = NodeFacts(name=name, labels={"gpu": gpu})
         return NodeRow(incarnation=number, facts=facts, state="alive", sign=0, **more)
@@ -419,7 +419,7 @@ async def test_which_node_takes_it(requires: dict[str, str], engines: bool, foun
         assert (None if row is None else row.incarnation) == found
 
 
-async def test_what_names_no_model_is_refused() -> None:
+async def test_request_without_model_is_refused() -> None:
     """A capture, or rows to score, would be of whichever model's node has the least to do."""
     rows = tuple(
         NodeRow(
@@ -440,7 +440,7 @@ async def test_what_names_no_model_is_refused() -> None:
         assert await routes._least_busy_node({"model": "policy"}, engines=True) == rows[1]
 
 
-async def test_an_answer_that_breaks_off_is_cut(tmp_path: Path) -> None:
+async def test_interrupted_answer_is_cut(tmp_path: Path) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close")]})
         await send({"type": "http.response.body", "body": b"half", "more_body": True})
@@ -482,7 +482,7 @@ async def process(folder: Path, dsn: str) -> AsyncIterator[tuple[trio.Process, C
             found.kill()
 
 
-async def test_a_killed_node_is_silent_then_gone(tmp_path: Path, cluster: Cluster) -> None:
+async def test_killed_node_is_silent_then_gone(tmp_path: Path, cluster: Cluster) -> None:
     dsn = cluster.database()
     async with (
         open_hollow(settings(tmp_path, "a", dsn)) as (_, address),

@@ -116,7 +116,7 @@ async def test_acknowledgement_counts_everywhere(cluster: Cluster, tmp_path: Pat
             assert await stream.rest() == ["task:t"], "a bare number is one of the log as it is now"
 
 
-async def test_client_goes_on_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
+async def test_client_continues_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
     def read(caller: Caller) -> list[tuple[str, str]]:
         client = PolarnodeClient(caller.url, token=caller.token)
         events = client.trajectories(consumer="c", ack=True, follow=False)
@@ -158,7 +158,7 @@ async def test_reads_at_another_node(cluster: Cluster, tmp_path: Path) -> None:
         assert not await second.journal.tasks(), "nothing of it is in its own journal"
 
 
-async def test_status_lists_nodes(cluster: Cluster, tmp_path: Path) -> None:
+async def test_status_lists_every_node(cluster: Cluster, tmp_path: Path) -> None:
     async with open_planes(cluster.database(), tmp_path, count=1) as ((plane, one),):
         log = plane.service.log
         facts = NodeFacts(name="n7", url="https://a:secret@10.0.0.7:8080", version="1", labels={"gpu": "x"})
@@ -186,7 +186,7 @@ async def test_status_lists_nodes(cluster: Cluster, tmp_path: Path) -> None:
         assert "polarnode_log_away 0.0" in text
 
 
-async def test_position_of_old_fleet_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+async def test_old_fleet_position_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     async with open_planes(cluster.database(), tmp_path, count=1) as ((_, one),):
         answer = await one.get("/v1/trajectories/stream", after="vAAAAAAAAAAAB")
         assert error_of(answer) == (400, "invalid_request")
@@ -199,7 +199,7 @@ async def test_position_of_old_fleet_is_refused(cluster: Cluster, tmp_path: Path
 # ── the log is away ───────────────────────────────────────────────────────────
 
 
-async def test_log_away_is_answered_503(tmp_path: Path) -> None:
+async def test_missing_log_is_answered_503(tmp_path: Path) -> None:
     with running_cluster() as cluster:
         async with open_planes(cluster.database(), tmp_path, count=1) as ((plane, one),):
             log = plane.service.log
@@ -243,7 +243,7 @@ async def run_again(log: Log, node: int, name: str) -> None:
             await trio.sleep(STEP_S)
 
 
-async def test_failover_names_gap(tmp_path: Path) -> None:
+async def test_failover_reports_gap_to_stream(tmp_path: Path) -> None:
     """A stream goes on at the standby, and is told what it read that the standby never had."""
     with running_cluster() as primary:
         name = primary.database().rpartition("=")[2]

@@ -43,7 +43,7 @@ def history() -> History:
     return found
 
 
-async def test_rates_are_those_since_the_sample_before(history: History, tmp_path: Path) -> None:
+async def test_rates_since_previous_sample(history: History, tmp_path: Path) -> None:
     app = control_plane(tuple(history.rows()), token=None)
     async with open_server(app, Address(host="127.0.0.1", port=0)) as address, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{address.port}/v1/timeseries"
@@ -61,7 +61,7 @@ async def test_rates_are_those_since_the_sample_before(history: History, tmp_pat
     assert (refused.status_code, refused.json()["error"]["path"]) == (400, "?since")
 
 
-def test_so_many_are_kept() -> None:
+def test_samples_are_limited() -> None:
     found = History(figures=lambda: figures(0, 0, 0), now=lambda: 1.0)
     for _ in range(KEPT + 5):
         found.look()

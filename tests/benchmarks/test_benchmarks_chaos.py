@@ -50,7 +50,7 @@ def counted(script: Any, ledger: Any, *delivered: Trajectory, changes: Any = ())
     return found
 
 
-def test_what_is_delivered_is_no_fault(script: Any) -> None:
+def test_delivered_answers_are_no_fault(script: Any) -> None:
     ledger = script.Ledger("s", "s", texts=["a", "b"], ended=True)
     assert counted(script, ledger, answered("s", "a", "b")).faults == []
 
@@ -66,13 +66,14 @@ def test_each_loss_is_a_fault(script: Any) -> None:
     assert doubled.faults == ["places with two sessions: [('s', 0)]"]
 
 
-def test_only_the_last_answer_before_a_kill_may_be_missing(script: Any) -> None:
+def test_last_answer_may_be_missing(script: Any) -> None:
+    """Only the last answer before a kill may be missing."""
     killed = script.Ledger("s", "s", texts=["a", "b", "c"])
     assert counted(script, killed, answered("s", "a", "b")).faults == []
     assert counted(script, killed, answered("s", "a", "c")).faults == ["session s lost 1 of 3 answers"]
 
 
-def test_a_damaged_turn_must_be_named_and_only_it(script: Any) -> None:
+def test_only_damaged_turn_is_named(script: Any) -> None:
     ledger = script.Ledger("s", "s", texts=["a", "b"], ended=True)
     named = answered("s", "b", damaged=(Damaged(part="turns[0]", reason="r"),))
     change = script.Change("turns", "s/0", "body", "s")
@@ -87,7 +88,7 @@ def test_missing_events_are_a_fault(script: Any) -> None:
     assert found.faults == ["events [2] never came"]
 
 
-async def test_every_byte_that_it_changes_is_found(script: Any, tmp_path: Path) -> None:
+async def test_every_changed_byte_is_found(script: Any, tmp_path: Path) -> None:
     """Forty single bytes in random rows, each in a journal of its own."""
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         write_sessions(journal)
@@ -105,7 +106,7 @@ async def test_every_byte_that_it_changes_is_found(script: Any, tmp_path: Path) 
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_a_round_loses_nothing() -> None:
+def test_one_round_loses_nothing() -> None:
     command = [sys.executable, str(FOLDER / "chaos.py"), "--rounds", "1", "--seed", "4"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

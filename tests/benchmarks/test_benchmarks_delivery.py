@@ -33,7 +33,7 @@ async def test_every_reader_reads_all(script: Any, tmp_path: Path) -> None:
             assert (await script.read_all(journal, address, 1, "json", kept=0)).size == found[0].size
 
 
-async def test_a_run_tells_a_line_of_each_kind(
+async def test_run_prints_line_per_kind(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (("READERS", (1,)), ("ROUNDS", 1), ("STOPPED", 1)):

@@ -21,27 +21,27 @@ def found(out: Path, part: str) -> Any:
     return json.loads((out / f"{part}.json").read_text())
 
 
-def test_a_part_that_is_of_gpus_refuses_with_its_reason(tmp_path: Path) -> None:
+def test_gpu_parts_refuse_with_reason(tmp_path: Path) -> None:
     done = run(tmp_path, "--parts", "smoke,memory")
     assert done.returncode == 0, done.stderr
     assert "make gpu-test" in found(tmp_path, "smoke")["refused"]
     assert "| memory | refused | a CPU's engine lends no memory" in done.stdout
 
 
-def test_parts_that_were_played_are_not_played_again(tmp_path: Path) -> None:
+def test_finished_parts_are_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "start.json").write_text(json.dumps({"part": "start", "figures": {"start_s": 1.5}}))
     done = run(tmp_path, "--parts", "start")
     assert "| start | start_s | 1.5 |" in done.stdout
     assert not (tmp_path / "start.log").exists()
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path) -> None:
+def test_unknown_part_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--parts", "start,speed")
     assert done.returncode == 2
     assert "speed is no part" in done.stderr
 
 
-def test_a_part_that_fails_says_why_and_is_played_again(tmp_path: Path) -> None:
+def test_failed_part_gives_reason(tmp_path: Path) -> None:
     done = run(tmp_path, "--parts", "start", "--model", str(tmp_path / "nothing"))
     assert done.returncode == 1
     assert "| start | failed | exit status 1" in done.stdout
@@ -49,7 +49,7 @@ def test_a_part_that_fails_says_why_and_is_played_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_the_parts_on_a_cpu(tmp_path: Path) -> None:
+def test_parts_run_on_a_cpu(tmp_path: Path) -> None:
     """The longest two; `make gpu DRY=1` plays all of them."""
     done = run(tmp_path, "--parts", "throughput,kv")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,7 +13,7 @@ def test_every_shape_is_read(file: Path) -> None:
     assert kv.Shape.read(file).mean_own > 0
 
 
-def test_the_policy_against_none_and_against_a_cap() -> None:
+def test_policy_beats_none_and_matches_cap() -> None:
     """An hour of virtual time: figures of six hours are in docs/measurements.md."""
     base = kv.Shape.read(kv.SHAPES / "base.toml")
     found = {policy: kv.simulated(policy, 4.0, base, 1.0, 1) for policy in ("none", "cap=11", "residency")}
@@ -25,7 +25,8 @@ def test_the_policy_against_none_and_against_a_cap() -> None:
     assert found["residency"]["turn_wait_s"]["worst"] < 75
 
 
-def test_sub_agents_growth_short_groups_and_heavy_tails() -> None:
+def test_simulation_with_sub_agents_and_growth() -> None:
+    """The simulation with sub-agents, growth, short groups and heavy tails."""
     base = kv.Shape.read(kv.SHAPES / "base.toml")
     shape = evolve(
         base,

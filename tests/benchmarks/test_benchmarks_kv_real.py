@@ -15,7 +15,7 @@ SMALL = KvConstants(
 )  # fmt: skip
 
 
-def test_more_sessions_than_fit_are_predicted_to_lose_their_prefixes() -> None:
+def test_excess_sessions_lose_their_prefixes() -> None:
     few, many = (kv_real.predicted(SMALL, 0.01, count, 60, 1) for count in (3, 19))
     assert few["known_from_cache"] > 0.95
     assert many["known_from_cache"] < 0.3
@@ -24,14 +24,14 @@ def test_more_sessions_than_fit_are_predicted_to_lose_their_prefixes() -> None:
     assert kv_real.predicted(SMALL, 0.01, 3, 60, 1) == few, "the same load each time"
 
 
-def test_its_model_never_ends_a_turn(tmp_path: Path) -> None:
+def test_endless_model_never_ends_turn(tmp_path: Path) -> None:
     folder = kv_real.endless(tmp_path / "model")
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] is None
     assert not (folder / "generation_config.json").exists()
     assert (folder / "model.safetensors").stat().st_size > 0
 
 
-def test_a_session_grows_by_its_calls_and_begins_again() -> None:
+def test_session_grows_and_begins_again() -> None:
     (session,) = kv_real.sessions(1, 1)
     first = session.next_prompt()
     assert len(first) == kv_real.SYSTEM + kv_real.FIRST
@@ -45,7 +45,7 @@ def test_a_session_grows_by_its_calls_and_begins_again() -> None:
     assert session.known == 0
 
 
-def test_constants_between_two_measurements_are_means_of_times() -> None:
+def test_constants_between_measurements_are_means() -> None:
     slow = evolve(SMALL, prefill_tokens_per_s=8_000, step_s=0.008)
     constants, overhead_s = kv_real.between((SMALL, 0.01), (slow, 0.02))
     assert constants.prefill_tokens_per_s == pytest.approx(12_800)

@@ -40,7 +40,7 @@ DUE = {
 
 
 @pytest.mark.parametrize("shape", DUE)
-def test_every_shape_is_in_its_rows_and_nothing_is_lost(benchmark: Any, shape: str) -> None:
+def test_shapes_merge_without_loss(benchmark: Any, shape: str) -> None:
     for way, due in zip(("text", "tokens"), DUE[shape], strict=True):
         found = benchmark.measure(benchmark.Case(shape=shape, turns=40, tokens=4000, way=way))
         assert (found.rows, found.due, found.share) == (due, due, 1.0)
@@ -51,13 +51,13 @@ def test_every_shape_is_in_its_rows_and_nothing_is_lost(benchmark: Any, shape: s
 
 
 @pytest.mark.parametrize("turns", [10, 50])
-def test_mixed_is_six_rows_whatever_its_length(benchmark: Any, turns: int) -> None:
+def test_mixed_shape_has_six_rows(benchmark: Any, turns: int) -> None:
     assert (
         benchmark.measure(benchmark.Case(shape="mixed", turns=turns, tokens=100 * turns, way="text")).rows
         == 6
     )
 
 
-def test_every_shape_is_measured_small_and_the_largest_when_asked_for(benchmark: Any) -> None:
+def test_every_shape_is_measured(benchmark: Any) -> None:
     assert set(DUE) == set(benchmark.SHAPES) == {shape for shape, *_ in benchmark.QUICK}
     assert {shape for shape, turns, _ in benchmark.FULL if turns == 5000} == set(DUE)

@@ -39,7 +39,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "model_plane.py"
         ),
     ],
 )
-def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: list[str]) -> None:
+def test_smallest_load_runs_to_end(arguments: list[str], names: list[str]) -> None:
     ran = subprocess.run(
         [sys.executable, str(BENCHMARK), *arguments], capture_output=True, text=True, check=False
     )
@@ -58,7 +58,7 @@ def test_its_smallest_load_is_played_to_the_end(arguments: list[str], names: lis
         assert {cells[10] for cells in rows} == {"67%"}
 
 
-def test_the_floor_under_its_latencies_is_measured() -> None:
+def test_latency_floor_is_measured() -> None:
     program = [sys.executable, str(BENCHMARK.with_name("plane_least.py")), "--turns", "2"]
     ran = subprocess.run(program, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plane_flood.py"
 
 
-def test_a_short_flood_is_played_to_its_end() -> None:
+def test_short_flood_runs_to_end() -> None:
     arguments = ["new", "--rate", "50", "--calls", "3", "--rounds", "1", "--answer", "0"]
     ran = subprocess.run(
         [sys.executable, str(BENCHMARK), *arguments], capture_output=True, text=True, check=False

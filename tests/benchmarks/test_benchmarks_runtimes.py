@@ -32,9 +32,7 @@ def bench() -> ModuleType:
 
 
 @pytest.mark.podman
-async def test_a_group_goes_through_every_phase_on_real_containers(
-    podman: None, bench: ModuleType, tmp_path: Path
-) -> None:
+async def test_group_passes_every_container_phase(podman: None, bench: ModuleType, tmp_path: Path) -> None:
     """The workspace is prepared once, the root is sealed, a fresh evaluator sees the workdir alone, artifacts
     are kept, nothing stays.
     """
@@ -74,7 +72,7 @@ async def test_a_group_goes_through_every_phase_on_real_containers(
 
 
 @pytest.mark.podman
-async def test_each_way_of_starting_starts(podman: None, bench: ModuleType, tmp_path: Path) -> None:
+async def test_each_way_of_starting_works(podman: None, bench: ModuleType, tmp_path: Path) -> None:
     for way in bench.WAYS:
         assert await bench.starts_a_second(way, 2, 3) > 0
     played = await bench.flow(bench.WAYS[-1], 2, 0.2, 3, tmp_path)
@@ -82,7 +80,8 @@ async def test_each_way_of_starting_starts(podman: None, bench: ModuleType, tmp_
     assert len(played.shown()) == 4
 
 
-def test_idle_and_hidden_are_of_the_time_between_the_first_run_and_the_last_init(bench: ModuleType) -> None:
+def test_idle_and_hidden_shares_of_run(bench: ModuleType) -> None:
+    """Idle and hidden count from the first run to the last init."""
     looks = bench.Looks(Scheduler)
     looks.places = [0, 0, 2, 4, 4, 4, 0]
     looks.init = [True, True, True, True, True, False, False]

@@ -10,7 +10,7 @@ from polarnode.containers.runtimes import NodeRuntimes
 
 
 @pytest.mark.podman
-async def test_a_small_workspace_is_taken_and_restored(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_small_workspace_is_taken_and_restored(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     file = Path(__file__).parents[2] / "benchmarks" / "snapshots.py"
     spec = importlib.util.spec_from_file_location("benchmark_snapshots", file)
     assert spec is not None

@@ -43,7 +43,7 @@ def look(script: Any, ended: int, rss: int, *, live: int = 4) -> Any:
     )
 
 
-def test_the_slope_is_of_the_warm_node_alone(script: Any) -> None:
+def test_slope_counts_only_warm_node(script: Any) -> None:
     growing = [look(script, ended, 1000 + 5 * ended) for ended in range(0, 101, 10)]
     flat = [look(script, ended, min(2000, 100 * ended)) for ended in range(0, 101, 10)]
     assert script.slope(growing, "rss") == pytest.approx(500)
@@ -51,7 +51,7 @@ def test_the_slope_is_of_the_warm_node_alone(script: Any) -> None:
     assert script.slope([look(script, 0, 5), look(script, 10, 9)], "rss") == 0
 
 
-def test_what_is_below_a_process_is_found_and_known_again(script: Any) -> None:
+def test_child_processes_are_found_and_recognised(script: Any) -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             assert child.pid in script.descendants(os.getpid())
@@ -63,14 +63,14 @@ def test_what_is_below_a_process_is_found_and_known_again(script: Any) -> None:
     assert script.alive(seen) == []
 
 
-def test_options_have_the_issues_figures(script: Any) -> None:
+def test_default_options_match_documented_load(script: Any) -> None:
     options: Namespace = script.read_options([])
     assert (options.sessions, options.at_once) == (500, 64)
 
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_a_small_soak_leaves_nothing_behind(
+def test_small_soak_leaves_nothing_behind(
     script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "SETTLE_TIMEOUT_S", 1.0)

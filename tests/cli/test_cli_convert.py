@@ -36,7 +36,7 @@ def mixed(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_source_is_shown_with_what_could_not_be_said() -> None:
+def test_source_is_shown_with_notes() -> None:
     result = invoke("--harness", "codex", DATA / "harbor")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -49,7 +49,7 @@ def test_a_source_is_shown_with_what_could_not_be_said() -> None:
     assert lines[-1] == f"hello: image is built from {DATA / 'harbor' / 'hello' / 'environment'}"
 
 
-def test_jsonl_is_a_source_of_the_same_tasks(tmp_path: Path) -> None:
+def test_jsonl_gives_same_tasks(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     result = invoke("--harness", "codex", "--samples", "3", "--out", out, DATA / "harbor")
     assert result.exit_code == 0, result.output
@@ -64,7 +64,7 @@ def test_jsonl_is_a_source_of_the_same_tasks(tmp_path: Path) -> None:
     assert [codec.read_task(json.loads(line)) for line in piped.stdout.splitlines()] == again
 
 
-def test_each_task_that_can_not_be_had_is_a_sentence(mixed: Path, tmp_path: Path) -> None:
+def test_each_invalid_task_is_one_sentence(mixed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     result = invoke("--out", out, mixed)
     assert result.exit_code == 1
@@ -76,7 +76,7 @@ def test_each_task_that_can_not_be_had_is_a_sentence(mixed: Path, tmp_path: Path
     assert said[2] == "2 of 4 tasks cannot be converted; --skip-invalid continues without them"
 
 
-def test_the_others_are_written_when_it_is_asked_for(mixed: Path, tmp_path: Path) -> None:
+def test_skip_invalid_writes_the_others(mixed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     result = invoke("--skip-invalid", "--out", out, mixed)
     assert result.exit_code == 1, "a script is told that some are missing"
@@ -84,7 +84,7 @@ def test_the_others_are_written_when_it_is_asked_for(mixed: Path, tmp_path: Path
     assert len([line for line in result.stderr.splitlines() if line.startswith("Error: ")]) == 2
 
 
-def test_only_and_limit_choose(mixed: Path) -> None:
+def test_only_and_limit_select_tasks(mixed: Path) -> None:
     result = invoke("--out", "-", "--only", "two", mixed)
     assert result.exit_code == 0
     assert [json.loads(line)["task_id"] for line in result.stdout.splitlines()] == ["two"]
@@ -94,7 +94,7 @@ def test_only_and_limit_choose(mixed: Path) -> None:
     assert "no task found, or none whose name matches --only" in none.output
 
 
-def test_several_sources_and_a_file_laid_over(mixed: Path, tmp_path: Path) -> None:
+def test_several_sources_with_an_override(mixed: Path, tmp_path: Path) -> None:
     (tmp_path / "with.toml").write_text("[budgets]\nrun_s = 11\n")
     result = invoke(
         "--override",
@@ -111,20 +111,20 @@ def test_several_sources_and_a_file_laid_over(mixed: Path, tmp_path: Path) -> No
     assert (value["task_id"], value["budgets"]["run_s"]) == ("calc-7", 11)
 
 
-def test_a_kind_that_is_said_is_taken(tmp_path: Path) -> None:
+def test_given_kind_is_used(tmp_path: Path) -> None:
     (tmp_path / "tasks.txt").write_text(json.dumps(LINE) + "\n")
     assert invoke(tmp_path / "tasks.txt").exit_code == 1
     assert invoke("--kind", "jsonl", "--out", "-", tmp_path / "tasks.txt").exit_code == 0
     assert invoke("--kind", "zip", tmp_path / "tasks.txt").exit_code == 2
 
 
-def test_a_note_of_all_is_said_once() -> None:
+def test_shared_note_is_shown_once() -> None:
     found = [task(DATA / "harbor" / "many", harness="pi")] * 2
     assert len(note_lines(found)) == 4
     assert "(" not in note_lines(found)[0].replace("198.51.100.0/24", "")
 
 
-def test_a_terminal_that_is_narrow_cuts_names_and_no_figures(
+def test_narrow_terminal_shortens_only_names(
     mixed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

@@ -41,7 +41,8 @@ def examined(config: NodeConfig, capsys: pytest.CaptureFixture[str]) -> tuple[in
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_fault_has_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every finding is a line, and every fault has its remedy."""
     code, lines = examined(CPU, capsys)
     found = [line for line in lines if line[:2] in ("✓ ", "✗ ")]
     names = [line[2:].partition(":")[0] for line in found]
@@ -74,7 +75,7 @@ def test_every_finding_is_a_line_and_every_fault_has_its_remedy(capsys: pytest.C
         (TWO_GPUS, 8, (True, False), "leave host_cache_gb out"),
     ],
 )
-def test_the_cache_is_known_before_an_engine_starts(
+def test_cache_size_is_known_before_start(
     config: NodeConfig, memory_gb: int, ok: tuple[bool, ...], expected: str, tmp_path: Path
 ) -> None:
     memory = tmp_path / "meminfo"
@@ -84,7 +85,7 @@ def test_the_cache_is_known_before_an_engine_starts(
     assert expected in " ".join(f"{each.what} {each.remedy}" for each in found)
 
 
-def test_a_machine_without_podman_is_told_which_packages_to_install(
+def test_missing_podman_lists_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -97,7 +98,7 @@ def test_a_machine_without_podman_is_told_which_packages_to_install(
     assert "checks failed" in lines[-1]
 
 
-def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verb_returns_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found(*oks: bool) -> Callable[[NodeConfig], Any]:
         return lambda config: iter(
             MachineFinding(name=f"f{number}", ok=ok, what="x [/y]", remedy="do it")
@@ -119,7 +120,7 @@ def test_the_verb_gives_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ── one thing at a time ───────────────────────────────────────────────────────
 
 
-def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 30))
     finding = doctor.disk(tmp_path / "not" / "there" / "yet")
     assert not finding.ok
@@ -129,7 +130,7 @@ def test_a_full_disk_is_a_fault_with_a_figure(tmp_path: Path, monkeypatch: pytes
     assert doctor.disk(tmp_path).ok
 
 
-def test_the_disk_of_the_journal_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journal_disk_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "not" / "there" / "yet"
     assert doctor.state_disk_finding(state).ok
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 20))
@@ -143,7 +144,7 @@ def test_the_disk_of_the_journal_is_checked(tmp_path: Path, monkeypatch: pytest.
     assert doctor.state_disk_finding(state).what.startswith("read-only")
 
 
-async def test_a_judge_is_asked_one_word_in_its_form() -> None:
+async def test_judge_gets_one_word_question() -> None:
     async with serving(
         Endpoint([says('{"ready": true}'), says("Yes, I am."), error(401, "wrong key")])
     ) as url:
@@ -156,7 +157,7 @@ async def test_a_judge_is_asked_one_word_in_its_form() -> None:
     assert "`structured`" in found[1].remedy
 
 
-def test_a_judge_without_its_key_keeps_a_node_from_starting() -> None:
+def test_missing_judge_key_prevents_start() -> None:
     config = NodeConfig(
         cpu=True, judges={"j": JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", key_env="JUDGE_KEY")}
     )
@@ -166,9 +167,7 @@ def test_a_judge_without_its_key_keeps_a_node_from_starting() -> None:
     assert list(doctor.judges(CPU, {})) == []
 
 
-def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_is_loaded_and_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finding, found = doctor.model(TINY_MODEL)
     assert isinstance(finding, MachineFinding)
     assert finding.ok
@@ -182,7 +181,7 @@ def test_the_model_is_loaded_and_audited_and_its_notes_are_told(
     assert told[1:] == ["it drops thinking from earlier turns"]
 
 
-def test_a_script_reads_the_same_findings_as_json(
+def test_json_has_the_same_findings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, lines = examined(CPU, capsys)
@@ -202,7 +201,7 @@ def test_a_script_reads_the_same_findings_as_json(
     assert told["findings"][0] == {"name": "x", "ok": False, "what": "y", "remedy": ""}
 
 
-def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
+def test_folder_without_checkpoint_is_fault(tmp_path: Path) -> None:
     (finding,) = doctor.model(tmp_path)
     assert isinstance(finding, MachineFinding)
     assert not finding.ok
@@ -210,9 +209,10 @@ def test_a_folder_without_a_checkpoint_is_a_fault(tmp_path: Path) -> None:
     assert "--model" in finding.remedy
 
 
-def test_what_a_model_speaks_stands_in_a_table_behind_the_machines_findings(
+def test_model_language_is_a_table(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What a model speaks stands in a table behind the machine's findings."""
     _, lines = examined(evolve(CPU, model=str(family_folder("glm4"))), capsys)
     told = dict(
         re.split(r"  +", line.strip(), maxsplit=1)
@@ -227,9 +227,7 @@ def test_what_a_model_speaks_stands_in_a_table_behind_the_machines_findings(
     )
 
 
-def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_model_is_fault_with_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = kit.variant(
         tmp_path, template=lambda text: text.replace("'\\n<tool_response>\\n' +", "loop.index ~")
     )
@@ -241,14 +239,14 @@ def test_a_model_that_is_refused_is_a_fault_with_its_sentence_and_a_remedy(
     assert lines[place + 1].startswith("  → give --model another folder")
 
 
-def test_the_simulated_engine_can_not_speak_every_family() -> None:
+def test_simulated_engine_lacks_some_families() -> None:
     (finding,) = doctor.model(family_folder("gptoss"), simulated=True)
     assert isinstance(finding, MachineFinding)
     assert not finding.ok
     assert "writes them otherwise (harmony)" in finding.what
 
 
-def test_doctor_looks_where_the_node_would(tmp_path: Path) -> None:
+def test_doctor_checks_node_folder(tmp_path: Path) -> None:
     settings = RuntimesSettings(state_dir=tmp_path, node_id="n", warm=0)
     assert trio.run(probe_machine, settings.state_dir).findings
     found = doctor.findings(NodeConfig(cpu=True, podman_dir=str(tmp_path / "podman")))
@@ -269,7 +267,7 @@ def machine(root: Path, **values: int) -> Path:
     return root
 
 
-def test_what_all_containers_take_together_is_compared_with_the_kernels_limits(tmp_path: Path) -> None:
+def test_container_totals_fit_kernel_limits(tmp_path: Path) -> None:
     config = NodeConfig(run_limit=64, warm=8)
     (fine,) = doctor.kernel_findings(config, machine(tmp_path))
     assert fine.what == "enough for 136 containers at once (2 × run_limit + warm)"
@@ -283,7 +281,7 @@ def test_what_all_containers_take_together_is_compared_with_the_kernels_limits(t
     assert "one session can take them all" in huge.what
 
 
-def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
+def test_core_dump_program_is_named(tmp_path: Path) -> None:
     sysctls = machine(tmp_path)
     (sysctls / "kernel/core_pattern").write_text("|/usr/share/apport/apport -p%p %s\n")
     dumps, _ = doctor.kernel_findings(NodeConfig(), sysctls)
@@ -293,5 +291,5 @@ def test_a_program_that_takes_core_dumps_is_named(tmp_path: Path) -> None:
     assert len(list(doctor.kernel_findings(NodeConfig(), sysctls))) == 1
 
 
-def test_the_kernels_limits_are_read_where_they_are() -> None:
+def test_kernel_limits_are_read() -> None:
     assert list(doctor.kernel_findings(NodeConfig()))

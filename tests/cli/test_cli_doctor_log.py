@@ -24,7 +24,7 @@ def found(dsn: str) -> dict[str, Any]:
     return {each.name: each for each in doctor_log.log_findings(dsn)}
 
 
-def test_good_log_has_no_remedy_but_a_standby(cluster: Cluster) -> None:
+def test_good_log_suggests_only_standby(cluster: Cluster) -> None:
     every = found(cluster.database())
     assert all(each.ok for each in every.values())
     assert [each.name for each in every.values() if each.remedy] == ["log standby"]
@@ -32,7 +32,7 @@ def test_good_log_has_no_remedy_but_a_standby(cluster: Cluster) -> None:
     assert "of this version" in every["log tables"].what
 
 
-def test_doctor_of_the_log_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_doctor_of_log_alone(cluster: Cluster, tmp_path: Path) -> None:
     secret = tmp_path / "dsn"
     secret.write_text(f"{cluster.database(())} password=very-secret")
     arguments = ["doctor", "--engine", "none", "--log", f"@{secret}", "--json"]
@@ -45,7 +45,7 @@ def test_doctor_of_the_log_alone(cluster: Cluster, tmp_path: Path) -> None:
     assert "very-secret" not in done.output
 
 
-def test_what_a_server_lacks_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_server_features_are_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     dsn = cluster.database()
     with psycopg.connect(dsn, autocommit=True) as db:
         name = db.info.dbname
@@ -64,7 +64,7 @@ def test_what_a_server_lacks_is_named(cluster: Cluster, monkeypatch: pytest.Monk
     assert "GRANT polarnode_node" in stranger["log tables"].what
 
 
-def test_other_tables_and_no_server_are_told(cluster: Cluster) -> None:
+def test_other_tables_or_no_server(cluster: Cluster) -> None:
     dsn = cluster.database()
     with psycopg.connect(dsn, autocommit=True) as db:
         db.execute("INSERT INTO polarnode.migrations (number, name) VALUES (99, '0099_later.sql')")
@@ -77,6 +77,6 @@ def test_other_tables_and_no_server_are_told(cluster: Cluster) -> None:
     assert not found("no dsn")["log"].ok
 
 
-def test_standbys_are_told(cluster: Cluster) -> None:
+def test_standbys_are_reported(cluster: Cluster) -> None:
     with cluster.standby():
         assert "1 asynchronous" in found(cluster.database())["log standby"].what

@@ -26,7 +26,7 @@ DSN = "postgresql://me@10.0.0.1/polarnode"
 KITS = Path(__file__).parents[1] / "kits"
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_impossible_options_are_refused(tmp_path: Path) -> None:
     secret = tmp_path / "dsn"
     for arguments, words in (
         ([], "say where the nodes run"),
@@ -61,7 +61,7 @@ def test_table_shows_each_node() -> None:
     assert lines[4] == ["3", "nodes"]
 
 
-def test_status_of_a_node_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_of_single_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def asked(*_: object) -> dict[str, Any]:
         return {"node": "n"}
 

@@ -48,7 +48,7 @@ def tallied() -> GenerationTable:
     return tally
 
 
-def test_the_table_is_the_literatures() -> None:
+def test_table_has_literature_columns() -> None:
     console = Console(file=io.StringIO(), width=200, highlight=False, markup=False)
     words = TemplateComparison(render=None, seen=3)
     words.counts.update({"equal": 2, "differs": 1})
@@ -84,7 +84,7 @@ class Sized:
     done, accepted, ended, running, total, started = 12, 5, 6, 8, 40, 100.0
 
 
-def test_progress_is_one_line_with_what_is_left() -> None:
+def test_progress_shows_what_remains() -> None:
     running: Any = Sized()
     assert (
         progress(running, 220.0)
@@ -103,7 +103,7 @@ def line(*messages: Mapping[str, Any]) -> SftLine:
     )
 
 
-def test_what_a_template_refuses_is_said_and_no_error() -> None:
+def test_template_refusal_is_no_error() -> None:
     words = open_comparison(TINY_MODEL)
     words.compare(line({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
     assert (words.counts["differs"], words.why) == (1, None)
@@ -218,7 +218,7 @@ def ended(folder: Path) -> set[str]:
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_killed_in_the_middle_it_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_killed_run_continues(tmp_path: Path) -> None:
     source(tmp_path, tasks=3, samples=3, pause=1.0)
     with started(tmp_path) as child:
         while not (tmp_path / "out" / "state" / "journal.sqlite").exists() or len(ended(tmp_path)) < 2:
@@ -278,7 +278,7 @@ def check_files(out: Path, table: dict[str, Any]) -> None:
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_a_session_that_said_nothing_is_run_again_once(tmp_path: Path) -> None:
+def test_silent_session_is_rerun_once(tmp_path: Path) -> None:
     source(tmp_path, tasks=1, samples=1, command=["true"])
     said = ran(tmp_path, "--accept", "True")
     assert "accepted by True: 0 of 1 sessions (0.0 %)" in said
@@ -290,7 +290,8 @@ def test_a_session_that_said_nothing_is_run_again_once(tmp_path: Path) -> None:
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_one_interrupt_ends_it_with_what_there_is_and_the_rest_is_run_next_time(tmp_path: Path) -> None:
+def test_interrupt_keeps_finished_sessions(tmp_path: Path) -> None:
+    """One interrupt ends it with what there is, and the rest is run next time."""
     source(tmp_path, tasks=2, samples=2, pause=20.0)
     with started(tmp_path) as child:
         while not (tmp_path / "out" / "state" / "sessions").exists() or not any(
@@ -309,7 +310,7 @@ def test_one_interrupt_ends_it_with_what_there_is_and_the_rest_is_run_next_time(
 @pytest.mark.podman
 @pytest.mark.harness
 @pytest.mark.usefixtures("podman")
-def test_a_real_harness_leaves_conversations_that_its_model_renders(tmp_path: Path) -> None:
+def test_harness_conversations_render_with_model(tmp_path: Path) -> None:
     out = tmp_path / "out"
     demo = Path(__file__).parents[2] / "examples" / "demo" / "pi.toml"
     argv = [

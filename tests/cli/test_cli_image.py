@@ -19,7 +19,7 @@ from polarnode.node.settings import runtimes_settings
 # ── images ────────────────────────────────────────────────────────────────────
 
 
-def test_a_folder_without_a_containerfile_is_refused(tmp_path: Path) -> None:
+def test_folder_without_containerfile_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, ["image", "build", str(tmp_path), "--tag", "mine/x"])
     assert result.exit_code == 1
     assert (
@@ -28,9 +28,7 @@ def test_a_folder_without_a_containerfile_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.podman
-def test_an_image_of_ones_own_is_built_in_the_nodes_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_image_is_built_in_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLARNODE_STATE_DIR", str(tmp_path / "state"))
     settings = runtimes_settings(NodeConfig(state_dir=str(tmp_path / "state")))
     log = tmp_path / "log"
@@ -63,9 +61,7 @@ def test_an_image_of_ones_own_is_built_in_the_nodes_store(
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_a_run_whose_image_is_nowhere_is_refused_before_an_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_image_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("polarnode.cli.run.on_own_node")
     file = tmp_path / "task.toml"
     file.write_text('instruction = "x"\nharness = "pi"\nruntime = { image = "localhost/none/such" }\n')
@@ -79,7 +75,7 @@ def test_a_run_whose_image_is_nowhere_is_refused_before_an_engine_starts(
 # ── seconds ───────────────────────────────────────────────────────────────────
 
 
-async def test_a_long_step_is_reported_from_time_to_time(autojump_clock: MockClock) -> None:
+async def test_long_step_is_reported_regularly(autojump_clock: MockClock) -> None:
     lines: list[str] = []
     steps = Steps(lines.append, hint="log: x")
     async with trio.open_nursery() as nursery:
@@ -101,7 +97,7 @@ async def test_a_long_step_is_reported_from_time_to_time(autojump_clock: MockClo
     ]
 
 
-async def test_on_a_terminal_the_seconds_stand_beside_a_spinner(autojump_clock: MockClock) -> None:
+async def test_terminal_shows_spinner_and_seconds(autojump_clock: MockClock) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     lines: list[str] = []
     steps = Steps(lines.append, console)

@@ -88,7 +88,7 @@ def printed(
     return text.getvalue()
 
 
-def test_forks_and_their_parent_are_told_a_line_each() -> None:
+def test_forks_and_parent_are_listed() -> None:
     whole = ForkedFrom(session_id="one", turn=3, got=3, by="resume")
     left = ForkedFrom(session_id="one", turn=3, got=1, by="replay", differs="turn 1: other words")
     assert fork_text(whole) == "one before turn 3 by resume"
@@ -100,7 +100,7 @@ def test_forks_and_their_parent_are_told_a_line_each() -> None:
     assert line == "fork two before turn 3 by resume: completed, reward 0.5"
 
 
-def test_snapshots_are_told_a_line_each() -> None:
+def test_snapshots_are_listed() -> None:
     each = {"turn": 3, "files": 12, "bytes": 1_500_000, "seconds": 0.25, "resumable": True, "why_not": None}
     other = each | {"turn": 7, "resumable": False, "why_not": "processes lived: a\x1b[31m"}
     lines = [line.plain for line in inspection.snapshot_lines([each, other])]
@@ -109,16 +109,14 @@ def test_snapshots_are_told_a_line_each() -> None:
     assert [line.plain for line in inspection.snapshot_lines([each] * 52)][-1] == "and 2 more snapshots"
 
 
-def test_without_colour_what_is_trained_stands_between_marks(
-    session: Trajectory, tokenizer: LoadedTokenizer
-) -> None:
+def test_plain_output_marks_trained_text(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     said = printed(session, tokenizer, plain=True)
     assert "Read it.\n«I read\n»a file␛[31m\n«Done.»" in said
     assert "trainable tokens are between « and »" in said
     assert "\x1b" not in said
 
 
-def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+def test_slices_and_missing_extras_are_shown(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     (trace,) = session.traces
     lacks = ("routed_experts: turn 1 has none: the sample was cut before its end",)
     sliced = evolve(trace, part=1, parts=3, offset=40, over_long=True, missing_extras=lacks)
@@ -130,9 +128,7 @@ def test_a_slice_and_what_a_trace_lacks_are_told(session: Trajectory, tokenizer:
     assert "part" not in printed(session, tokenizer, plain=True)
 
 
-def test_rewards_of_turns_and_of_a_lineage_are_shown_where_there_are_any(
-    session: Trajectory, tokenizer: LoadedTokenizer
-) -> None:
+def test_turn_and_lineage_rewards_are_shown(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     (trace,) = session.traces
     spans = (evolve(trace.turn_spans[0], reward=-0.25), *trace.turn_spans[1:])
     lines = printed(
@@ -147,16 +143,15 @@ def test_rewards_of_turns_and_of_a_lineage_are_shown_where_there_are_any(
     assert not any("reward" in line for line in plain if line.startswith("trace 0"))
 
 
-def test_in_colour_there_are_no_marks(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+def test_coloured_output_has_no_marks(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     said = printed(session, tokenizer, plain=False, colour=True)
     assert "«" not in said
     assert "\x1b[30;42mI read" in said
     assert "trainable tokens are green" in said
 
 
-def test_each_turn_says_what_it_extends_and_why_it_was_left_out(
-    session: Trajectory, tokenizer: LoadedTokenizer
-) -> None:
+def test_each_turn_explains_its_exclusion(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+    """Each turn says what it extends, and why it was left out."""
     lines = printed(session, tokenizer, plain=True).splitlines()
     assert lines[0] == "session 4f1c09aa72be3d55  pi 1  timeout  its budget is spent  reward 0.5"
     assert lines[1].split() == [*inspection.COLUMNS[:-1], "left", "out"]
@@ -194,11 +189,11 @@ def lengths(turn: Turn, new: int) -> tuple[int, int, int]:
     return turn.prompt_length, new, len(turn.sampled)
 
 
-def test_on_a_narrow_terminal_no_figure_is_cut(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
+def test_narrow_terminal_cuts_no_figure(session: Trajectory, tokenizer: LoadedTokenizer) -> None:
     assert "…" not in printed(session, tokenizer, plain=True, width=80)
 
 
-def test_without_a_tokenizer_there_are_ids(session: Trajectory) -> None:
+def test_ids_are_shown_without_tokenizer(session: Trajectory) -> None:
     said = printed(session, None, plain=True)
     sampled = " ".join(map(str, session.turns[0].sampled))
     assert f"«{sampled}» " in said
@@ -213,9 +208,7 @@ def inspect(*argv: str) -> Result:
 
 
 @pytest.mark.parametrize("turns", ["full", "table"])
-def test_from_a_file_by_the_beginning_of_its_id(
-    tmp_path: Path, session: Trajectory, turns: codec.Turns
-) -> None:
+def test_session_by_id_prefix_from_file(tmp_path: Path, session: Trajectory, turns: codec.Turns) -> None:
     file = tmp_path / "t.jsonl"
     other = evolve(session, session_id="4f2", model="elsewhere")
     file.write_bytes(
@@ -229,7 +222,7 @@ def test_from_a_file_by_the_beginning_of_its_id(
     assert "«I read" in inspect("4f2", "--from", str(file), "--model", str(TINY_MODEL)).output
 
 
-def test_an_id_that_is_of_none_or_of_many_is_refused(tmp_path: Path, session: Trajectory) -> None:
+def test_unknown_or_ambiguous_id_is_refused(tmp_path: Path, session: Trajectory) -> None:
     file = tmp_path / "t.jsonl"
     file.write_bytes(
         b"\n".join(
@@ -257,7 +250,7 @@ def test_an_id_that_is_of_none_or_of_many_is_refused(tmp_path: Path, session: Tr
         (json.dumps({"session_id": "4f"}), "task_id is missing"),
     ],
 )
-def test_a_file_that_is_none_of_ours_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
+def test_foreign_file_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text(content)
     result = inspect("4f", "--from", str(file))

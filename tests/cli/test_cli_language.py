@@ -15,11 +15,11 @@ def told(name: str) -> dict[str, str]:
     return dict(rows(load_model(family_folder(name))))
 
 
-def test_every_call_syntax_has_its_words() -> None:
+def test_every_call_syntax_has_words() -> None:
     assert set(_SYNTAX_DESCRIPTIONS) == set(get_args(CallSyntax))
 
 
-def test_a_model_that_takes_everything() -> None:
+def test_model_that_supports_everything() -> None:
     said = told("qwen3")
     assert list(said) == [
         "family",
@@ -41,19 +41,19 @@ def test_a_model_that_takes_everything() -> None:
     assert said["refuses"].startswith("nothing")
 
 
-def test_a_thought_that_the_prompt_opens() -> None:
+def test_thought_opened_by_prompt() -> None:
     assert (
         told("qwen3_6")["thinking"]
         == "<think> to </think>; the prompt opens it, with thinking off it does not"
     )
 
 
-def test_a_turn_without_a_mark_of_its_own_and_calls_of_several_marks() -> None:
+def test_unmarked_turn_and_multiple_call_marks() -> None:
     assert "the next header ends a turn" in told("glm4")[""]
     assert told("kimi_k2")["calls"].endswith("after <|tool_calls_section_begin|> <|tool_call_begin|>")
 
 
-def test_what_a_template_can_not_be_asked() -> None:
+def test_template_limits_are_listed() -> None:
     assert told("gptoss")["refuses"] == "results of several calls in one turn"
     assert "system messages after the first user message" in told("gemma3")["refuses"]
     plain = told("llama3")
@@ -64,7 +64,7 @@ def test_what_a_template_can_not_be_asked() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in ("gemma4", "deepseek_v3")])
-def test_the_table_folds_in_a_narrow_terminal(name: str) -> None:
+def test_table_folds_in_narrow_terminal(name: str) -> None:
     console = Console(width=60, record=True)
     console.print(language(load_model(family_folder(name))))
     lines = console.export_text().splitlines()

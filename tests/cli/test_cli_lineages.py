@@ -50,7 +50,7 @@ def text_of(renderable: Any, width: int = 200) -> str:
     return console.file.getvalue()
 
 
-def test_one_sessions_figures_are_said_in_words() -> None:
+def test_session_figures_in_words() -> None:
     figures = figures_of(codec.trajectory_json(trajectory()))
     assert figures is not None
     said = text_of(lineage_text(figures))
@@ -62,7 +62,7 @@ def test_one_sessions_figures_are_said_in_words() -> None:
     assert "left out" not in said
 
 
-def test_what_is_left_out_by_reason() -> None:
+def test_omissions_are_counted_by_reason() -> None:
     figures = {**(figures_of(codec.trajectory_json(trajectory())) or {})}
     said = text_of(
         lineage_text({**figures, "left_out": {"auxiliary": 2}, "left_out_tokens": {"auxiliary": 9}})
@@ -71,7 +71,7 @@ def test_what_is_left_out_by_reason() -> None:
     assert "left out tokens: auxiliary 9" in said
 
 
-def test_notes_of_lineages_are_shown_with_their_turn() -> None:
+def test_lineage_notes_show_their_turn() -> None:
     rows = [
         {"index": 4, "notes": ["edited: a\x1b[31mb", "ignored: $.user", "side call: x asks"]},
         {"index": 5},
@@ -82,7 +82,7 @@ def test_notes_of_lineages_are_shown_with_their_turn() -> None:
     ]
 
 
-def test_many_sessions_are_a_table_and_their_sums() -> None:
+def test_many_sessions_are_summed_in_table() -> None:
     counted = [
         SessionLineage(name, figures_of(codec.trajectory_json(trajectory(name, turns=turns))) or {})
         for name, turns in (("a", 3), ("b", 5))
@@ -96,7 +96,7 @@ def test_many_sessions_are_a_table_and_their_sums() -> None:
 
 
 @pytest.mark.parametrize("value", [{}, {"metrics": None}, {"metrics": {"lineage": 3}}])
-def test_trajectories_of_before_have_no_figures(value: dict[str, Any]) -> None:
+def test_old_trajectories_have_no_figures(value: dict[str, Any]) -> None:
     assert figures_of(value) is None
 
 
@@ -104,7 +104,7 @@ def inspect(*argv: str) -> Result:
     return CliRunner().invoke(command, ["inspect", *argv])
 
 
-def test_a_file_without_a_session_named_is_summed(tmp_path: Path) -> None:
+def test_file_without_session_id_is_summed(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     old = {**codec.trajectory_json(trajectory("c")), "metrics": {}}
     lines = [codec.dump_json(codec.trajectory_json(trajectory(name))) for name in ("a", "b")]
@@ -121,7 +121,7 @@ def test_a_file_without_a_session_named_is_summed(tmp_path: Path) -> None:
     )
 
 
-def test_what_can_not_be_summed_is_refused(tmp_path: Path) -> None:
+def test_invalid_input_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text(json.dumps({"session_id": "x"}))
     assert "none of the 1 trajectories" in inspect("--from", str(file)).output

@@ -78,7 +78,7 @@ def invoke(*argv: str) -> Result:
 # ── help ──────────────────────────────────────────────────────────────────────
 
 
-def test_help_names_every_verb_in_whole_sentences() -> None:
+def test_help_names_every_verb() -> None:
     result = invoke("--help")
     assert result.exit_code == 0
     listed = result.output.partition("Commands:")[2]
@@ -89,7 +89,7 @@ def test_help_names_every_verb_in_whole_sentences() -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_a_verb_has_an_example_of_it_and_a_line_for_each_option(verb: str) -> None:
+def test_verb_help_has_example_and_options(verb: str) -> None:
     result = invoke(verb, "--help")
     assert result.exit_code == 0
     assert f"\n  polarnode {verb}" in result.output
@@ -97,7 +97,7 @@ def test_the_help_of_a_verb_has_an_example_of_it_and_a_line_for_each_option(verb
     assert all(each.help for each in described)
 
 
-def test_the_examples_are_of_options_that_exist() -> None:
+def test_examples_use_existing_options() -> None:
     for verb in VERBS:
         for line in (command.commands[verb].help or "").splitlines():
             words = line.split()
@@ -120,7 +120,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1].strip() == "loaded:"
 
 
-def test_it_runs_as_a_module_and_knows_its_version() -> None:
+def test_runs_as_module_with_version() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "polarnode.cli", "--version"], capture_output=True, text=True, check=True
     )
@@ -130,9 +130,7 @@ def test_it_runs_as_a_module_and_knows_its_version() -> None:
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
-def test_flags_weigh_more_than_the_environment_and_that_more_than_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_beat_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "node.toml"
     file.write_text('cpu = true\nport = 1\nrun_limit = 1\nnode_id = "filed"\n')
     monkeypatch.setenv("POLARNODE_PORT", "2")
@@ -141,7 +139,7 @@ def test_flags_weigh_more_than_the_environment_and_that_more_than_the_file(
     assert (config.cpu, config.node_id, config.port, config.run_limit) == (True, "filed", 2, 3)
 
 
-def test_the_choice_of_a_device_takes_back_a_weaker_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_choice_overrides_weaker_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLARNODE_CPU", "true")
     assert options.config_of({"gpus": "0-1"}) == NodeConfig(gpus=(0, 1))
     monkeypatch.delenv("POLARNODE_CPU")
@@ -156,7 +154,7 @@ def test_import_prefixes_are_repeatable() -> None:
     assert options.config_of({"import_paths": ()}).import_paths == ()
 
 
-def test_settings_before_the_verb_count_and_the_verbs_own_win() -> None:
+def test_verb_settings_beat_earlier_ones() -> None:
     found: dict[str, Any] = {}
 
     @click.group()
@@ -193,7 +191,7 @@ def test_settings_before_the_verb_count_and_the_verbs_own_win() -> None:
         (("inspect", "4f", "--url", "http://127.0.0.1:1"), 1, "is the node running?"),
     ],
 )
-def test_a_mistake_is_one_sentence(tmp_path: Path, argv: tuple[str, ...], code: int, sentence: str) -> None:
+def test_mistake_is_one_sentence(tmp_path: Path, argv: tuple[str, ...], code: int, sentence: str) -> None:
     file = tmp_path / "task.toml"
     file.write_text('harness = { name = "po" }\ninstruction = "x"\n')
     result = invoke(*[str(file) if word == "FILE" else word for word in argv])
@@ -206,7 +204,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, argv: tuple[str, ...], code: 
 # ── faults ────────────────────────────────────────────────────────────────────
 
 
-def test_an_error_is_its_sentence_with_the_path_of_the_field() -> None:
+def test_error_shows_field_path() -> None:
     assert options.sentence(ConfigError("set it")) == "set it"
     assert options.sentence(Refused("a.b must be 1", path="$.a.b")) == "a.b must be 1 (at $.a.b)"
 
@@ -232,9 +230,7 @@ def groups() -> Iterator[tuple[BaseException, int | None, str]]:
 
 
 @pytest.mark.parametrize(("error", "code", "said"), list(groups()), ids=lambda value: "")
-def test_what_nurseries_hand_on_is_told_as_what_it_is(
-    error: BaseException, code: int | None, said: str
-) -> None:
+def test_grouped_errors_become_exits(error: BaseException, code: int | None, said: str) -> None:
     told = options.command_exit(error)
     if code is None:
         assert told is None
@@ -245,7 +241,7 @@ def test_what_nurseries_hand_on_is_told_as_what_it_is(
 
 
 @pytest.mark.parametrize(("error", "code", "said"), list(groups()), ids=lambda value: "")
-def test_the_command_ends_so(error: BaseException, code: int | None, said: str) -> None:
+def test_command_exit_code_and_message(error: BaseException, code: int | None, said: str) -> None:
     @click.group(cls=CommandGroup)
     def group() -> None: ...
 
@@ -263,7 +259,7 @@ def test_the_command_ends_so(error: BaseException, code: int | None, said: str) 
     assert result.output == (f"Error: {said}\n" if said else "")
 
 
-def test_a_config_that_can_not_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_config_is_one_sentence(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_bytes(b"\xff")
     with pytest.raises(PolarnodeError, match=r"node.toml cannot be read"):
@@ -271,7 +267,7 @@ def test_a_config_that_can_not_be_read_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o640, True), (0o600, False)])
-def test_a_token_that_others_may_read_is_named(
+def test_readable_token_file_is_named(
     mode: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "node.toml"

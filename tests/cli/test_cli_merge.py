@@ -32,7 +32,7 @@ def written(file: Path, *lines: str) -> Path:
     return file
 
 
-def test_rows_go_to_stdout_and_counts_to_stderr(tmp_path: Path) -> None:
+def test_rows_to_stdout_counts_to_stderr(tmp_path: Path) -> None:
     result = invoked(
         str(
             written(
@@ -55,7 +55,7 @@ def test_rows_go_to_stdout_and_counts_to_stderr(tmp_path: Path) -> None:
     )
 
 
-def test_stdin_is_read_and_a_file_written(tmp_path: Path) -> None:
+def test_stdin_is_merged_into_file(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     result = invoked("-", "-o", str(out), stdin=line(1, [1], [2]).encode())
     assert (result.exit_code, result.stdout) == (0, "")
@@ -63,7 +63,7 @@ def test_stdin_is_read_and_a_file_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_bad_line_is_told_and_ends_the_verb_with_1_after_the_others_are_merged(tmp_path: Path) -> None:
+def test_invalid_line_exits_1_after_merge(tmp_path: Path) -> None:
     bad = line(2, [1, 2, 3], [4], logprobs=[])
     result = invoked(str(written(tmp_path / "c", line(1, [1], [2]), "", bad, "no\x1b", line(4, [1, 2], [5]))))
     assert result.exit_code == 1
@@ -79,19 +79,19 @@ def test_a_bad_line_is_told_and_ends_the_verb_with_1_after_the_others_are_merged
     assert json.loads(result.stdout)["token_ids"] == [1, 2, 5]
 
 
-def test_an_empty_file_is_no_fault(tmp_path: Path) -> None:
+def test_empty_file_is_no_fault(tmp_path: Path) -> None:
     result = invoked(str(written(tmp_path / "c")))
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr.startswith("0 records, 0 sessions, 0 rows")
 
 
-def test_a_place_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_output_is_one_sentence(tmp_path: Path) -> None:
     result = invoked(str(written(tmp_path / "c", line(1, [1], [2]))), "-o", str(tmp_path / "gone" / "rows"))
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr
     assert "Traceback" not in result.output
 
 
-def test_it_is_the_same_called_from_python(tmp_path: Path) -> None:
+def test_python_call_gives_same_result(tmp_path: Path) -> None:
     assert recordings.merge(written(tmp_path / "c", line(1, [1], [2])), tmp_path / "rows") == 0
     assert (tmp_path / "rows").read_text().count("\n") == 1

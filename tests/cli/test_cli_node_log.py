@@ -16,7 +16,7 @@ SERVE = [sys.executable, str(KIT / "hollow_cli.py"), "serve", "--engine", "simul
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO polarnode\.[\w.]+ ")
 
 
-def test_a_week_of_a_node_is_told_by_its_log(tmp_path: Path) -> None:
+def test_node_log_tells_its_week(tmp_path: Path) -> None:
     state = tmp_path / "state"
     argv = [*SERVE, "--port", "0", "--state-dir", str(state), "--allow-import", "session_kit"]
     environment = os.environ | {"POLARNODE_NODE_ID": "n0", "POLARNODE_MEMORY_RESERVE_MB": "1"}

@@ -47,7 +47,7 @@ def of_task(task_id: str, *rewards: float | None) -> list[Trajectory]:
     return [evolve(each, harness="pi") for each in made]
 
 
-async def test_submit_prints_the_id_for_scripts_and_the_rest_aside(tmp_path: Path) -> None:
+async def test_submit_prints_only_id_to_stdout(tmp_path: Path) -> None:
     file = tmp_path / "task.toml"
     file.write_text(f'task_id = "mine"\n{TASK}')
     async with open_plane(tmp_path / "journal") as plane:
@@ -64,7 +64,7 @@ async def test_submit_prints_the_id_for_scripts_and_the_rest_aside(tmp_path: Pat
     assert "choose a new one" in other.stderr
 
 
-async def test_a_submission_carries_the_files_it_names(tmp_path: Path) -> None:
+async def test_submission_includes_named_files(tmp_path: Path) -> None:
     (tmp_path / "words.md").write_text("From a file.")
     file = tmp_path / "task.toml"
     file.write_text('task_id = "filed"\ninstruction_file = "words.md"\nharness = { name = "pi" }\n')
@@ -75,7 +75,7 @@ async def test_a_submission_carries_the_files_it_names(tmp_path: Path) -> None:
     assert known.spec.instruction == "From a file."
 
 
-async def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
+async def test_wrong_token_is_one_sentence(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal", token="another") as plane:
         for argv in (("watch",), ("export",), ("inspect", "x")):
             result = await invoke(plane, *argv)
@@ -86,7 +86,7 @@ async def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
             assert "is another than this control plane's" in result.output
 
 
-async def test_watching_a_task_ends_with_it(tmp_path: Path) -> None:
+async def test_watch_ends_with_its_task(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
         first, second = of_task("t", 1.0, None)
@@ -113,7 +113,7 @@ async def test_watching_a_task_ends_with_it(tmp_path: Path) -> None:
     ]
 
 
-async def test_watch_says_what_is_not_trained(tmp_path: Path) -> None:
+async def test_watch_reports_untrained_sessions(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t"), idempotency_key=None)
         (found,) = of_task("t", 1.0)
@@ -127,7 +127,7 @@ async def test_watch_says_what_is_not_trained(tmp_path: Path) -> None:
     assert raw["left_out_tokens"] == {"auxiliary": tokens}
 
 
-async def test_a_consumer_sees_each_event_once(tmp_path: Path) -> None:
+async def test_consumer_sees_each_event_once(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t"), idempotency_key=None)
         await publish(plane, *of_task("t", 1.0))
@@ -137,7 +137,7 @@ async def test_a_consumer_sees_each_event_once(tmp_path: Path) -> None:
     assert again.output == ""
 
 
-async def test_watching_an_unknown_task_says_so(tmp_path: Path) -> None:
+async def test_watch_refuses_unknown_task(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         result = await invoke(plane, "watch", "--task", "gone")
     assert result.exit_code == 1
@@ -176,7 +176,7 @@ def of_tests(*tails: str | None, reward: float = 0.0) -> list[Event]:
         (of_tests("FAILED: no luck", "FAILED: no luck"), None),
     ],
 )
-def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) -> None:
+def test_tests_ending_in_same_traceback(events: list[Event], said: str | None) -> None:
     ends = watching.SameTestEnds()
     notes = [ends.note(each) for each in events]
     assert notes[:-1] == [None] * (len(events) - 1)
@@ -202,7 +202,7 @@ def test_tests_that_end_in_one_traceback(events: list[Event], said: str | None) 
         "Error: Cannot find module 'jest'",
     ],
 )
-def test_tests_that_all_miss_a_program(said: str) -> None:
+def test_tests_all_missing_a_program(said: str) -> None:
     ends = watching.SameTestEnds()
     events = of_tests(f"collecting\n{said}\n", f"{said}\n")
     assert [ends.note(each) for each in events][-1] == (
@@ -212,7 +212,7 @@ def test_tests_that_all_miss_a_program(said: str) -> None:
     assert [watching.SameTestEnds().note(each) for each in passed] == [None] * 3
 
 
-async def test_watch_tells_of_a_broken_test(tmp_path: Path) -> None:
+async def test_watch_reports_a_broken_test(tmp_path: Path) -> None:
     broken = {"evaluation": {"exit_code": 1, "output_tail": BROKEN}}
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
@@ -226,13 +226,13 @@ async def test_watch_tells_of_a_broken_test(tmp_path: Path) -> None:
     assert [json.loads(each).get("note") for each in events] == [None, None, said, None]
 
 
-def test_every_kind_of_event_is_one_line() -> None:
+def test_every_event_is_one_line() -> None:
     gap = Event(seq=4, kind="gap", key="gap", data={"after": 0, "oldest": 5})
     assert watching.line(gap) == "events 0 to 5 are no longer kept: read more often"
     assert "older than the node" in watching.line(Event(seq=4, kind="weights", key="w", data={}))
 
 
-async def test_export_writes_what_the_filters_let_through(tmp_path: Path) -> None:
+async def test_export_writes_filtered_trajectories(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t", num_samples=3), idempotency_key=None)
@@ -255,7 +255,7 @@ async def test_export_writes_what_the_filters_let_through(tmp_path: Path) -> Non
     assert "outcome must be one of completed, timeout" in wrong.output
 
 
-async def test_export_in_another_shape(tmp_path: Path) -> None:
+async def test_export_in_another_format(tmp_path: Path) -> None:
     table, conversations = tmp_path / "rows.parquet", tmp_path / "sft.jsonl"
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
@@ -273,7 +273,7 @@ async def test_export_in_another_shape(tmp_path: Path) -> None:
     assert "format must be one of verl, slime" in wrong.output
 
 
-async def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+async def test_failed_export_keeps_old_file(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     file.write_text("old")
     async with open_plane(tmp_path / "journal") as plane:
@@ -283,7 +283,7 @@ async def test_an_export_that_fails_leaves_the_file_that_was_there(tmp_path: Pat
 
 
 @pytest.mark.parametrize("plain", [(), ("--plain",)])
-async def test_a_session_of_a_node_is_inspected(tmp_path: Path, plain: tuple[str, ...]) -> None:
+async def test_session_of_node_is_inspected(tmp_path: Path, plain: tuple[str, ...]) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
         await publish(plane, of_task("t", 1.0)[0])
@@ -299,7 +299,7 @@ async def test_a_session_of_a_node_is_inspected(tmp_path: Path, plain: tuple[str
 # ── sources ───────────────────────────────────────────────────────────────────
 
 
-async def test_a_source_of_several_tasks_is_submitted_whole_or_not_at_all(tmp_path: Path) -> None:
+async def test_source_is_submitted_all_or_nothing(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     lines = [
         {"task_id": f"t-{number}", "instruction": "Do it.", "harness": {"name": "pi"}, "num_samples": 2}
@@ -322,7 +322,7 @@ async def test_a_source_of_several_tasks_is_submitted_whole_or_not_at_all(tmp_pa
     assert "line 4: the line is not JSON" in torn.stderr
 
 
-async def test_a_source_is_submitted_for_a_harness_with_what_is_laid_over(tmp_path: Path) -> None:
+async def test_source_is_submitted_with_overrides(tmp_path: Path) -> None:
     (tmp_path / "with.toml").write_text("[budgets]\nrun_s = 33\n")
     over = ("--harness", "codex", "--override", str(tmp_path / "with.toml"))
     async with open_plane(tmp_path / "journal") as plane:
@@ -338,7 +338,7 @@ async def test_a_source_is_submitted_for_a_harness_with_what_is_laid_over(tmp_pa
     )
 
 
-def test_a_node_elsewhere_is_told_which_image_it_must_have(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_for_remote_node_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     found = task(DATA / "harbor" / "hello", harness="pi")
     assert found.build is not None
     remote._list_images([found, found, task(DATA / "harbor" / "many", harness="pi")])

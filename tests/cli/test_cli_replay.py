@@ -67,7 +67,7 @@ def talk(folder: Path) -> None:
     write(folder, 10, body(("system", "be good"), ("user", "hello"), ("assistant", "hi"), ("user", "more")))
 
 
-def test_json_is_one_object_a_line_with_every_field(tmp_path: Path) -> None:
+def test_json_has_object_per_request(tmp_path: Path) -> None:
     talk(tmp_path / "one" / "deep")
     write(tmp_path / "two", 1, None, method="GET", target="/sessions/s/api/tags")
     result = invoked(str(tmp_path), "--json")
@@ -86,7 +86,7 @@ def test_json_is_one_object_a_line_with_every_field(tmp_path: Path) -> None:
     assert "3 requests, 2 turns in 1 lineages (1 main)" in result.stderr
 
 
-def test_a_refused_request_is_named_and_ends_the_verb_with_1(tmp_path: Path) -> None:
+def test_refused_request_exits_1(tmp_path: Path) -> None:
     write(tmp_path, 1, {"model": "m", "messages": [{"role": "nobody", "content": "x"}]})
     (tmp_path / "02-request.json").write_text("not json")
     result = invoked(str(tmp_path), "--json")
@@ -98,7 +98,7 @@ def test_a_refused_request_is_named_and_ends_the_verb_with_1(tmp_path: Path) -> 
     assert "JSON" in two["error"]
 
 
-def test_a_person_reads_a_table_and_totals(tmp_path: Path) -> None:
+def test_table_with_totals(tmp_path: Path) -> None:
     talk(tmp_path)
     result = invoked(str(tmp_path))
     assert result.exit_code == 0, result.output
@@ -106,13 +106,13 @@ def test_a_person_reads_a_table_and_totals(tmp_path: Path) -> None:
     assert "all: 2 requests, 2 turns in 1 lineages (1 main)" in result.stdout
 
 
-def test_a_folder_without_requests_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_folder_without_requests_is_refused(tmp_path: Path) -> None:
     result = invoked(str(tmp_path))
     assert result.exit_code != 0
     assert "NN-request.json" in result.output
 
 
-def test_another_tokenizer_needs_no_weights(tmp_path: Path, qwen3_folder: Path) -> None:
+def test_other_tokenizer_needs_no_weights(tmp_path: Path, qwen3_folder: Path) -> None:
     talk(tmp_path)
     one, two = (
         lines(invoked(str(tmp_path), "--json", *more)) for more in ([], ["--tokenizer", str(qwen3_folder)])
@@ -121,7 +121,7 @@ def test_another_tokenizer_needs_no_weights(tmp_path: Path, qwen3_folder: Path) 
     assert one[0]["prompt_tokens"] != two[0]["prompt_tokens"]
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_invalid_checkpoint_folder_is_refused(tmp_path: Path) -> None:
     talk(tmp_path)
     result = invoked(str(tmp_path), "--tokenizer", str(tmp_path))
     assert result.exit_code == 1
@@ -135,7 +135,7 @@ def recording(folder: Path, seconds: str) -> None:
     (folder / "02-response.txt").write_text("HTTP/1.1 200\r\n\r\n{}")
 
 
-def test_two_recordings_are_compared_to_their_first_difference(tmp_path: Path) -> None:
+def test_recordings_compared_to_first_difference(tmp_path: Path) -> None:
     for name, seconds in (("a", "0.31"), ("b", "0.32"), ("c", "0.31")):
         recording(tmp_path / name, seconds)
     one = str(tmp_path / "a")
@@ -191,7 +191,7 @@ def test_sessions_are_paired_by_name(tmp_path: Path) -> None:
     assert "compare one session on each side" in result.output
 
 
-def test_a_missing_counterpart_and_what_is_not_read_are_said(tmp_path: Path) -> None:
+def test_missing_counterpart_is_reported(tmp_path: Path) -> None:
     recording(tmp_path / "a", "1")
     recording(tmp_path / "b", "1")
     write(tmp_path / "b", 3, body(("user", "new")))
@@ -203,7 +203,7 @@ def test_a_missing_counterpart_and_what_is_not_read_are_said(tmp_path: Path) -> 
     assert "not read: 04-request.json" in result.stdout
 
 
-def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+def test_incomparable_inputs_are_refused(tmp_path: Path) -> None:
     recording(tmp_path / "a", "1")
     (tmp_path / "empty").mkdir()
     result = invoked(str(tmp_path / "a"), "--against", str(tmp_path / "empty"))
@@ -264,7 +264,7 @@ def lines_of(file: Path, *trajectories: Trajectory) -> str:
     return str(file)
 
 
-def test_of_two_files_the_prompts_of_rows_are_compared(tmp_path: Path) -> None:
+def test_row_prompts_of_files_are_compared(tmp_path: Path) -> None:
     one = lines_of(tmp_path / "one.jsonl", trajectory("a", "03"))
     other = lines_of(tmp_path / "other.jsonl", trajectory("b", "04"))
     result = invoked(one, "--against", other, "--json", "--tokenizer", str(TINY_MODEL))
@@ -285,14 +285,14 @@ def test_of_two_files_the_prompts_of_rows_are_compared(tmp_path: Path) -> None:
     assert lines(result)[0]["first"]["words"] == str(whole[place]), "ids without a tokenizer"
 
 
-def test_rows_that_lack_a_part_of_their_prompts_are_refused(tmp_path: Path) -> None:
+def test_rows_with_partial_prompts_are_refused(tmp_path: Path) -> None:
     parts = lines_of(tmp_path / "parts.jsonl", trajectory("a", "03", max_row_tokens=12))
     result = invoked(parts, "--against", parts)
     assert result.exit_code == 1
     assert "without max_row_tokens" in result.output
 
 
-def test_sessions_of_files_are_paired_by_their_ids(tmp_path: Path) -> None:
+def test_file_sessions_are_paired_by_id(tmp_path: Path) -> None:
     one = lines_of(tmp_path / "one.jsonl", trajectory("a", "03"), trajectory("b", "03"))
     other = lines_of(tmp_path / "other.jsonl", trajectory("b", "03"), trajectory("a", "04"))
     found = lines(invoked(one, "--against", other, "--json"))
@@ -302,5 +302,5 @@ def test_sessions_of_files_are_paired_by_their_ids(tmp_path: Path) -> None:
     assert "a: only in one of" in result.output
 
 
-def test_the_commands_that_read_files_are_commands() -> None:
+def test_file_commands_are_registered() -> None:
     assert [main.commands[each.name or ""] for each in FILE_COMMANDS] == list(FILE_COMMANDS)

@@ -61,7 +61,7 @@ def ended(status: str, **more: object) -> Trajectory:
     return evolve(make_trajectory(f"s-{status}", reward=None), outcome=Outcome(status=status, **more))  # type: ignore[arg-type]
 
 
-def test_all_fine_is_zero_and_says_where_the_file_is() -> None:
+def test_success_exits_0_and_names_file() -> None:
     code, said = report(make_trajectory("a"), make_trajectory("b", reward=0.0), expect_reward=True)
     assert code == 0
     assert "out/t.jsonl" in said
@@ -69,13 +69,13 @@ def test_all_fine_is_zero_and_says_where_the_file_is() -> None:
 
 
 @pytest.mark.parametrize("status", ["timeout", "failed", "interrupted"])
-def test_what_a_harness_does_is_a_result_and_no_fault(status: str) -> None:
+def test_harness_failure_is_no_fault(status: str) -> None:
     code, said = report(ended(status, reason="so it was"))
     assert code == 0
     assert f"1 × {status}: so it was" in said
 
 
-def test_an_error_is_one_and_names_its_boundary() -> None:
+def test_error_exits_1_with_boundary() -> None:
     code, said = report(
         make_trajectory("a"), ended("error", boundary="runtime", reason="podman went away [/x]")
     )
@@ -83,7 +83,7 @@ def test_an_error_is_one_and_names_its_boundary() -> None:
     assert "s-error: error of runtime: podman went away [/x]" in said
 
 
-def test_a_broken_law_is_one_and_our_bug() -> None:
+def test_broken_invariant_is_our_bug() -> None:
     code, said = report(
         ended("error", boundary=InvariantViolated.boundary, reason="law 2: 3 of the 5 sampled tokens")
     )
@@ -91,7 +91,7 @@ def test_a_broken_law_is_one_and_our_bug() -> None:
     assert "a token invariant is broken: this is a bug in polarnode" in said
 
 
-def test_no_reward_is_one_only_where_one_was_expected() -> None:
+def test_missing_expected_reward_exits_1() -> None:
     poor = make_trajectory("a", reward=0.0)
     assert report(poor)[0] == 0
     code, said = report(poor, expect_reward=True)
@@ -99,7 +99,7 @@ def test_no_reward_is_one_only_where_one_was_expected() -> None:
     assert said.rstrip().endswith("no session has a reward above 0 (--expect-reward)")
 
 
-def test_a_session_that_was_stopped_or_lost_is_one() -> None:
+def test_stopped_or_lost_session_exits_1() -> None:
     code, said = report(ended("cancelled", reason="cancelled in run"))
     assert code == 1
     assert "1 sessions were cancelled before they ended" in said
@@ -118,7 +118,7 @@ def test_progress_is_one_plain_line() -> None:
     assert waiting == "· 0 of 16 sessions done; 16 init (building mini_swe_agent, 60 s)"
 
 
-async def test_images_are_built_beside_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_images_build_beside_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first run waits for the longer of both, not for one after the other."""
     config = NodeConfig(engine="simulated", state_dir=str(tmp_path), log="dbname=shared")
     begun, built = trio.Event(), list[str]()
@@ -157,7 +157,7 @@ async def test_images_are_built_beside_the_engine(tmp_path: Path, monkeypatch: p
 # ── files ─────────────────────────────────────────────────────────────────────
 
 
-def test_trajectories_are_written_whole_and_read_back(tmp_path: Path) -> None:
+def test_trajectories_written_and_read_back(tmp_path: Path) -> None:
     first = running.write(tmp_path, [make_trajectory("a")])
     path = running.write(tmp_path, [make_trajectory("b", turns=2), make_trajectory("c")])
     assert path == first
@@ -167,7 +167,7 @@ def test_trajectories_are_written_whole_and_read_back(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["trajectories.jsonl"]
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path) -> None:
     file = tmp_path / "kept"
     file.write_bytes(b"old")
 
@@ -187,7 +187,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         pass
 
 
-def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
+def test_output_to_device_keeps_it(tmp_path: Path) -> None:
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # never tried on /dev/null itself
@@ -204,7 +204,7 @@ def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "null"]
 
 
-def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+def test_output_to_pipe_keeps_it(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -217,7 +217,7 @@ def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_link_is_followed_and_its_file_keeps_its_mode(tmp_path: Path) -> None:
+def test_output_link_keeps_file_mode(tmp_path: Path) -> None:
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
     target.parent.mkdir()
     target.write_bytes(b"old")
@@ -240,7 +240,7 @@ def test_a_link_is_followed_and_its_file_keeps_its_mode(tmp_path: Path) -> None:
         pass
 
 
-def test_stdout_by_its_name_is_stdout(tmp_path: Path) -> None:
+def test_dev_stdout_means_stdout(tmp_path: Path) -> None:
     """`-o /dev/stdout >> file` appends: the file is not replaced below the shell. The link is one of the
     test's own: a fault must not replace the machine's.
     """
@@ -258,20 +258,20 @@ def test_stdout_by_its_name_is_stdout(tmp_path: Path) -> None:
     assert kept.read_bytes() == b"before\nafter\n"
 
 
-def test_each_run_has_a_state_of_its_own(tmp_path: Path) -> None:
+def test_each_run_has_own_state(tmp_path: Path) -> None:
     state = running.make_state_folder(tmp_path / "out")
     assert state.is_dir()
     assert state.parent == tmp_path / "out" / "state"
     assert state.name.endswith(f"-{os.getpid()}")
 
 
-def test_an_out_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
+def test_impossible_output_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PolarnodeError, match=r"--out .*file cannot be written"):
         running.make_state_folder(tmp_path / "file")
 
 
-def test_a_task_may_be_a_folder(tmp_path: Path) -> None:
+def test_task_may_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "words.md").write_text("Do it.")
     (tmp_path / "shared.bin").write_bytes(b"\xff\0")
@@ -285,7 +285,7 @@ def test_a_task_may_be_a_folder(tmp_path: Path) -> None:
     assert codec.file_bytes(spec.runtime.files[0]) == b"\xff\0"
 
 
-def test_a_task_may_be_json(tmp_path: Path) -> None:
+def test_task_may_be_json(tmp_path: Path) -> None:
     file = tmp_path / "task.json"
     file.write_text('{"instruction": "Do it.", "harness": {"name": "pi"}, "num_samples": 2}')
     assert only_task(file).num_samples == 2
@@ -333,9 +333,7 @@ def test_a_task_may_be_json(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_can_be_refused_is_refused_before_an_engine_starts(
-    tmp_path: Path, name: str, content: bytes, sentence: str
-) -> None:
+def test_refusals_come_before_engine_start(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(Refused) as refused:
         checked_file(tmp_path / name)
@@ -343,7 +341,7 @@ def test_what_can_be_refused_is_refused_before_an_engine_starts(
     assert str(refused.value).startswith(str(tmp_path))
 
 
-def test_a_task_that_is_well_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_valid_task_is_used_unchanged(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(
         'instruction = "x"\nharness = { name = "pi" }\nbuilder = { name = "per_request" }'
     )
@@ -356,7 +354,8 @@ def test_a_task_that_is_well_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-def test_one_interrupt_ends_the_sessions_with_what_they_have(tmp_path: Path) -> None:
+def test_interrupt_ends_sessions_with_results(tmp_path: Path) -> None:
+    """One interrupt ends the sessions with what they have."""
     task = tmp_path / "sleep.toml"
     task.write_text(
         'instruction = "x"\nharness = { name = "shell", command = ["sh", "-c", "echo up; sleep 600"] }\n'
@@ -374,7 +373,7 @@ def test_one_interrupt_ends_the_sessions_with_what_they_have(tmp_path: Path) -> 
 
 
 @pytest.mark.engine
-def test_an_interrupt_before_the_node_is_there_leaves_at_once(tmp_path: Path) -> None:
+def test_early_interrupt_exits_at_once(tmp_path: Path) -> None:
     task = tmp_path / "t.toml"
     task.write_text('instruction = "x"\nharness = { name = "pi" }\n')
     with started(task, tmp_path / "out") as child:

@@ -133,12 +133,12 @@ def ran(dataset: Path, script: str) -> dict[str, object]:
     return found
 
 
-def test_what_solves_a_row_is_rewarded(dataset: Path) -> None:
+def test_correct_solution_is_rewarded(dataset: Path) -> None:
     value = ran(dataset, "sed -i 's/x = 1/x = 2/' lib.py")
     assert value["reward"] == 1.0, value
 
 
-def test_an_agent_that_looks_for_the_solution_finds_nothing_and_gets_nothing(dataset: Path) -> None:
+def test_agent_cannot_find_the_solution(dataset: Path) -> None:
     """Its files, its environment, its processes and the history of its repository; a test of its own is not
     the row's.
     """

@@ -58,9 +58,7 @@ def polarnode(url: str, *argv: str) -> Result:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_client_gets_each_sampled_token_as_the_engine_scores_it(
-    kind: str, url: str, session: str
-) -> None:
+def test_sampled_tokens_match_engine_scores(kind: str, url: str, session: str) -> None:
     with open_client(kind, url) as client:
         found = client.score_session(session, weights="large")
         turns = {turn.index: turn for turn in client.trajectory(session, turns="full").turns}
@@ -73,7 +71,8 @@ def test_every_client_gets_each_sampled_token_as_the_engine_scores_it(
     assert (found.engine, found.scored_by, set(found.versions)) == ("large", ("large",), {"0"})
 
 
-def test_the_table_has_a_row_for_each_turn_and_the_json_every_token(url: str, session: str) -> None:
+def test_table_and_json_of_scores(url: str, session: str) -> None:
+    """The table has a row for each turn, and the JSON every token."""
     shown = polarnode(url, session)
     assert shown.exit_code == 0, shown.output
     lines = shown.output.splitlines()
@@ -89,7 +88,7 @@ def test_the_table_has_a_row_for_each_turn_and_the_json_every_token(url: str, se
     assert every[len(lines) + 1].split()[:3] == ["0", "0", str(first["token_ids"][0])]
 
 
-def test_what_cannot_be_scored_is_one_sentence(url: str, session: str) -> None:
+def test_unscorable_session_is_one_sentence(url: str, session: str) -> None:
     other = polarnode(url, session, "--weights", "17")
     assert other.exit_code == 1
     assert "does not hold the weights '17', and scores by 0 (policy), the teacher large" in other.output

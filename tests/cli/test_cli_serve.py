@@ -23,7 +23,7 @@ from polarnode.node.config import NodeConfig
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_the_first_signal_asks_and_the_second_leaves(number: signal.Signals) -> None:
+async def test_second_signal_forces_exit(number: signal.Signals) -> None:
     asked = trio.Event()
     stop = StopRequest(pytest.fail)
     with pytest.RaisesGroup(KeyboardInterrupt):
@@ -55,7 +55,7 @@ trio.run(main)
 """
 
 
-def test_second_signal_ends_what_hangs() -> None:
+def test_second_signal_ends_hanging_node() -> None:
     with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         for line in ("started", "asked"):
@@ -64,7 +64,7 @@ def test_second_signal_ends_what_hangs() -> None:
         assert program.wait(60) == 130
 
 
-async def test_before_there_is_a_node_the_first_signal_gives_up() -> None:
+async def test_signal_during_start_exits() -> None:
     async with trio.open_nursery() as nursery:
         stop = StopRequest(nursery.cancel_scope.cancel)
         await nursery.start(stop_on_signals, stop)
@@ -75,19 +75,19 @@ async def test_before_there_is_a_node_the_first_signal_gives_up() -> None:
     assert stop.requested
 
 
-def test_a_state_folder_that_can_not_be_is_one_sentence(tmp_path: Path) -> None:
+def test_impossible_state_folder_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--state-dir .* cannot be written"):
         serve.serve(NodeConfig(cpu=True, state_dir=str(tmp_path / "file" / "state")))
 
 
-def test_a_log_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
+def test_unopenable_log_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "node.log").mkdir()  # as a file system that is read-only refuses it
     with pytest.raises(ConfigError, match=r"--state-dir .* cannot be written: .*node.log"):
         serve.serve(NodeConfig(cpu=True, port=0, state_dir=str(tmp_path)))
 
 
-def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_taken_port_is_reported_early(tmp_path: Path) -> None:
     with (
         listening_socket(Address(host="127.0.0.1", port=0)) as taken,
         pytest.raises(ConfigError, match=r"cannot listen on 127.0.0.1 port"),
@@ -96,7 +96,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path) -> 
     assert os.listdir(tmp_path / "state") == []
 
 
-def test_the_port_answers_while_the_engine_starts(tmp_path: Path) -> None:
+def test_port_answers_during_engine_start(tmp_path: Path) -> None:
     with listening_socket(Address(host="127.0.0.1", port=0)) as free:
         port = free.getsockname()[1]
     argv = [sys.executable, "-m", "polarnode.cli", "--engine", "simulated", "--no-containers"]
@@ -120,7 +120,7 @@ def test_the_port_answers_while_the_engine_starts(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.podman
-def test_a_node_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+def test_node_serves_until_interrupted(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "polarnode.cli"]
     serving = [*argv, "--cpu", "--port", "0", "--state-dir", str(tmp_path / "state")]
     with subprocess.Popen(serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:

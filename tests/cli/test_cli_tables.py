@@ -31,7 +31,7 @@ def some(count: int = 3) -> list[Trajectory]:
     return [evolve(each, harness=names[number % 3]) for number, each in enumerate(made)]
 
 
-def test_where_there_is_no_terminal_the_table_is_one_line_a_session() -> None:
+def test_plain_table_has_session_per_line() -> None:
     lines = printed(output.result_table(some()), output.PLAIN_WIDTH)
     assert lines[0].split("  ")[0] == "session"
     for name in (
@@ -61,7 +61,7 @@ def test_where_there_is_no_terminal_the_table_is_one_line_a_session() -> None:
 
 
 @pytest.mark.parametrize("width", [72, 80, 100])
-def test_on_a_narrow_terminal_ids_shorten_and_figures_stay_whole(width: int) -> None:
+def test_narrow_terminal_shortens_only_ids(width: int) -> None:
     console = Console(file=io.StringIO(), width=width)
     lines = printed(
         output.fit_table(console, lambda narrow: output.result_table(some(), narrow=narrow)), width
@@ -73,20 +73,20 @@ def test_on_a_narrow_terminal_ids_shorten_and_figures_stay_whole(width: int) -> 
     assert {line.split()[0] for line in lines if "24690" in line} == {"0000f8e7", "0001f8e7", "0002f8e7"}
 
 
-def test_a_wide_terminal_gets_the_whole_table() -> None:
+def test_wide_terminal_gets_whole_table() -> None:
     console = Console(file=io.StringIO(), width=140)
     assert "0000f8e78004d800" in "\n".join(
         printed(output.fit_table(console, lambda narrow: output.result_table(some(), narrow=narrow)), 140)
     )
 
 
-def test_short_ids_are_as_long_as_they_must_be_to_differ() -> None:
+def test_short_ids_stay_distinct() -> None:
     alike = [evolve(each, session_id=f"abcdefghij{number}xyz") for number, each in enumerate(some())]
     lines = printed(output.result_table(alike, narrow=True), 100)
     assert [line.split()[0] for line in lines[2:]] == ["abcdefghij0", "abcdefghij1", "abcdefghij2"]
 
 
-def test_a_session_without_traces_or_reward_has_dashes() -> None:
+def test_missing_traces_or_reward_are_dashes() -> None:
     bare = evolve(make_trajectory("s"), harness="pi", traces=(), reward=None)
     row = printed(output.result_table([bare]), 200)[1].split()
     assert row[3] == "–"
@@ -95,7 +95,7 @@ def test_a_session_without_traces_or_reward_has_dashes() -> None:
     assert bare.sampled_tokens == 3
 
 
-def test_the_summary_counts_what_the_table_shows() -> None:
+def test_summary_counts_table_rows() -> None:
     assert (
         output.summary(some())
         == "3 sessions, 3 rewarded; 6 turns in 3 training sequences; 37035 of 74070 sampled tokens trainable"
@@ -106,7 +106,8 @@ def test_the_summary_counts_what_the_table_shows() -> None:
     )
 
 
-def test_each_ending_is_told_once_with_the_last_line_of_a_harness_that_failed() -> None:
+def test_endings_show_failed_harness_output() -> None:
+    """Each ending is told once, with the last line of a harness that failed."""
     failed = Outcome(
         status="failed",
         exit_code=2,
@@ -138,7 +139,7 @@ def status(number: int, phase: str = "run", outcome: str | None = None) -> LiveS
     )
 
 
-def test_the_live_table_shows_those_that_run_first_and_counts_the_rest() -> None:
+def test_live_table_shows_running_first() -> None:
     sessions = [
         status(0, "ended", "completed"),
         status(1, "init"),
@@ -152,12 +153,12 @@ def test_the_live_table_shows_those_that_run_first_and_counts_the_rest() -> None
     assert len(printed(output.live_table(sessions, rows=5), 80)) == 6
 
 
-def test_control_characters_are_shown_and_not_obeyed() -> None:
+def test_control_characters_are_escaped() -> None:
     assert output.harmless("a\tb\nc") == "a\tb\nc"
     assert output.harmless("\x1b]0;title\x07\r\x7f\x9b31m") == "␛]0;title␇␍␡\ufffd31m"
 
 
-def test_a_console_escapes_what_nobody_else_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_escapes_foreign_ids(capsys: pytest.CaptureFixture[str]) -> None:
     """Ids come from files and nodes that others wrote."""
     trajectory = make_trajectory("s\x1b]0;owned\x07")
     console = output.open_console()
@@ -169,7 +170,7 @@ def test_a_console_escapes_what_nobody_else_did(capsys: pytest.CaptureFixture[st
     assert all(character == "\n" or character.isprintable() for character in shown)
 
 
-def test_a_console_reads_no_markup_and_folds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_ignores_markup_and_folding(capsys: pytest.CaptureFixture[str]) -> None:
     output.open_console().print("no file [/work/x] :smile: [bold]" + "y" * 200)
     assert capsys.readouterr().out == "no file [/work/x] :smile: [bold]" + "y" * 200 + "\n"
     output.open_console(stderr=True).print("aside")

@@ -89,7 +89,8 @@ async def running(folder: Path) -> AsyncIterator[Running]:
 # ── status ────────────────────────────────────────────────────────────────────
 
 
-async def test_status_shows_stages_engines_journal_and_consumers(tmp_path: Path) -> None:
+async def test_status_shows_stages_and_consumers(tmp_path: Path) -> None:
+    """The status shows stages, engines, journal and consumers."""
     async with running(tmp_path) as here:
         await here.submit(task_id="t", samples=2, seconds=600)
         await here.running(2)
@@ -106,7 +107,7 @@ async def test_status_shows_stages_engines_journal_and_consumers(tmp_path: Path)
     assert (raw["scheduler"]["live"], raw["node"]) == (2, "n0")
 
 
-async def test_what_an_operator_should_look_at_is_a_sentence_of_the_status(tmp_path: Path) -> None:
+async def test_status_warns_in_sentences(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         found = await here.client.status()
     for stage in found["scheduler"]["stages"].values():
@@ -140,7 +141,7 @@ def test_ages_and_sizes_are_short() -> None:
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
-async def test_tasks_are_listed_newest_first_and_a_page_at_a_time(tmp_path: Path) -> None:
+async def test_tasks_are_listed_in_pages(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         for number in range(3):
             await here.submit(task_id=f"t{number}", samples=2, seconds=0.05)
@@ -156,7 +157,7 @@ async def test_tasks_are_listed_newest_first_and_a_page_at_a_time(tmp_path: Path
     assert [each["task_id"] for each in raw["tasks"]] == ["open"]
 
 
-async def test_a_session_is_forked(tmp_path: Path) -> None:
+async def test_session_is_forked(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         [parent] = await here.submit(task_id="parent", samples=1, seconds=0.1)
         await here.over("parent")
@@ -178,7 +179,7 @@ async def test_a_session_is_forked(tmp_path: Path) -> None:
     assert "no session 'nobody' is in the log" in unknown.output
 
 
-async def test_a_task_is_cancelled(tmp_path: Path) -> None:
+async def test_task_is_cancelled(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         await here.submit(task_id="slow", samples=2, seconds=600)
         await here.running(2)
@@ -247,7 +248,7 @@ async def test_logs_are_listed_printed_and_followed(tmp_path: Path) -> None:
 # ── sessions ──────────────────────────────────────────────────────────────────
 
 
-async def test_a_running_session_is_inspected_with_the_end_of_its_log(tmp_path: Path) -> None:
+async def test_running_session_shows_log_end(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         (session,) = await here.submit(task_id="t", samples=1, seconds=600)
         await here.running(1)
@@ -260,7 +261,7 @@ async def test_a_running_session_is_inspected_with_the_end_of_its_log(tmp_path: 
     assert (raw["live"]["phase"], raw["trajectory"], raw["log"].count("\n")) == ("run", None, 20)
 
 
-async def test_an_ended_session_is_inspected_with_its_time_and_evaluation(tmp_path: Path) -> None:
+async def test_ended_session_shows_time_and_evaluation(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         (session,) = await here.submit(task_id="t", samples=1, seconds=0.3)
         await here.over("t")
@@ -273,7 +274,7 @@ async def test_an_ended_session_is_inspected_with_its_time_and_evaluation(tmp_pa
     assert raw["trajectory"]["outcome"]["status"] == "completed"
 
 
-async def test_why_a_session_failed_is_on_the_line_of_watch(tmp_path: Path) -> None:
+async def test_watch_line_gives_failure_reason(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         await here.submit(task_id="bad", samples=1, seconds=-1)
         lines = (await here.done("watch", "--task", "bad")).splitlines()
@@ -286,7 +287,7 @@ async def test_why_a_session_failed_is_on_the_line_of_watch(tmp_path: Path) -> N
     assert "traces" not in raw[0] or isinstance(raw[0]["traces"], int)
 
 
-async def test_watch_may_leave_out_what_ended_before(tmp_path: Path) -> None:
+async def test_watch_may_omit_ended_sessions(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         await here.submit(task_id="t", samples=1, seconds=0.05)
         await here.over("t")
@@ -298,7 +299,7 @@ async def test_watch_may_leave_out_what_ended_before(tmp_path: Path) -> None:
     assert [line.split()[0] for line in then[1:]] == ["group", "task"]
 
 
-def test_the_line_of_a_failed_session_has_the_last_line_of_its_log() -> None:
+def test_failed_line_has_last_log_line() -> None:
     from polarnode.core.codec import trajectory_json
 
     outcome = Outcome(
@@ -309,7 +310,7 @@ def test_the_line_of_a_failed_session_has_the_last_line_of_its_log() -> None:
     assert found.endswith(" · the harness ended with exit code 1 · last log line: No module x")
 
 
-async def test_watch_on_a_terminal_has_a_table_below_its_lines(tmp_path: Path) -> None:
+async def test_watch_table_is_below_lines(tmp_path: Path) -> None:
     async with running(tmp_path) as here:
         await here.submit(task_id="t", samples=3, seconds=600)
         await here.running(3)
@@ -353,7 +354,7 @@ class Terminal:
 # ── tables ────────────────────────────────────────────────────────────────────
 
 
-def test_the_table_of_a_run_of_4096_samples_is_short() -> None:
+def test_table_of_4096_samples_is_short() -> None:
     failed = evolve(make_trajectory("bad"), outcome=Outcome(status="failed", exit_code=1))
     many = [*(make_trajectory(f"s{number}") for number in range(4095)), failed]
     console = Console(width=120, record=True, file=io.StringIO())
@@ -364,12 +365,12 @@ def test_the_table_of_a_run_of_4096_samples_is_short() -> None:
     assert lines[-1].strip() == f"… {4096 - output.MAX_ROWS} more"
 
 
-def test_a_table_with_one_row_too_many_shows_it() -> None:
+def test_one_row_too_many_is_shown() -> None:
     assert output.bounded(range(51)) == (range(51), ())
     assert output.bounded(range(52)) == (range(50), ("… 2 more",))
 
 
-def test_serve_takes_what_the_bare_command_takes() -> None:
+def test_serve_shares_bare_command_options() -> None:
     own = {each.name for each in command.params} - {"version"}
     assert {each.name for each in verbs.serve.params} == own
     nothing = CliRunner().invoke(command, ["serve"], prog_name="polarnode")
@@ -380,7 +381,7 @@ def test_serve_takes_what_the_bare_command_takes() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_of_completion_is_printed(shell: str) -> None:
+def test_completion_script_is_printed(shell: str) -> None:
     result = CliRunner().invoke(command, ["completion", shell], prog_name="polarnode")
     assert result.exit_code == 0
     assert f"_POLARNODE_COMPLETE={shell}_complete" in result.output
@@ -415,9 +416,7 @@ SCRIPT = "for i in 1 2 3 4 5 6 7 8; do echo step $i; sleep 0.5; done; echo 'no s
 
 
 @pytest.mark.podman
-async def test_a_failed_session_is_explained_and_generation_held(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_explain_and_pause_commands(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="polarnode")
     config = NodeConfig(
         engine="simulated", gpus=(0,), port=0, state_dir=str(tmp_path / "state"), warm=0, node_id="n0"

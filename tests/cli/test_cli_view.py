@@ -20,7 +20,7 @@ def file_of(folder: Path, *lines: bytes) -> Path:
 LINE = codec.dump_json(codec.trajectory_json(make_trajectory("s"), turns="full"))
 
 
-def test_a_bundle_is_written_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
+def test_bundle_omits_damaged_lines(tmp_path: Path) -> None:
     file = file_of(tmp_path, LINE, b'{"unreadable": {"reason": "x"}}')
     done = CliRunner().invoke(main, ["view", "--from", str(file), "--bundle", str(tmp_path / "out")])
     assert (done.exit_code, "serve it with any web server" in done.output.replace("\n", " ")) == (0, True), (
@@ -36,14 +36,14 @@ def test_a_bundle_is_written_and_damaged_lines_are_left_out(tmp_path: Path) -> N
     assert pieces["tokens"]["1000"] == " 1000", "without its model's tokenizer a token is its id"
 
 
-def test_a_folder_that_has_something_is_not_written_into(tmp_path: Path) -> None:
+def test_nonempty_folder_is_not_written(tmp_path: Path) -> None:
     file = file_of(tmp_path, LINE)
     done = CliRunner().invoke(main, ["view", "--from", str(file), "--bundle", str(tmp_path)])
     assert done.exit_code != 0
     assert "is not an empty folder" in done.output
 
 
-def test_what_is_no_file_of_trajectories_is_refused(tmp_path: Path) -> None:
+def test_invalid_trajectory_file_is_refused(tmp_path: Path) -> None:
     for line, words in ((b"[]", "no trajectory"), (b"{", "line 1"), (b"", "is empty")):
         done = CliRunner().invoke(main, ["view", "--from", str(file_of(tmp_path, line))])
         assert done.exit_code != 0

@@ -184,7 +184,7 @@ def answer(*argv: str, **environment: str) -> Result:
 
 
 @pytest.mark.parametrize(("argv", "sentence"), WRONG)
-def test_a_wrong_input_is_answered_with_its_remedy(argv: str, sentence: str) -> None:
+def test_wrong_input_gets_remedy(argv: str, sentence: str) -> None:
     found = answer(*argv.split())
     assert found.exit_code in (1, 2)
     assert sentence in " ".join(found.output.split())
@@ -193,12 +193,12 @@ def test_a_wrong_input_is_answered_with_its_remedy(argv: str, sentence: str) -> 
 
 
 @pytest.mark.parametrize(("variable", "text", "sentence"), VARIABLES)
-def test_a_wrong_variable_is_named(variable: str, text: str, sentence: str) -> None:
+def test_wrong_variable_is_named(variable: str, text: str, sentence: str) -> None:
     found = answer("run", "--cpu", "task.toml", **{variable: text})
     assert (found.exit_code, sentence in found.output) == (1, True), found.output
 
 
-def test_a_variable_that_nobody_reads_is_a_warning_beside_the_answer() -> None:
+def test_unknown_variable_is_a_warning() -> None:
     found = answer("convert", "task.toml", POLARNODE_RUNLIMIT="5")
     assert found.exit_code == 0
     assert (
@@ -216,7 +216,7 @@ async def asked(plane: Plane, *argv: str, token: str = "secret") -> Result:
     return await trio.to_thread.run_sync(lambda: answer(*argv))
 
 
-async def test_a_node_that_runs_names_what_is_wrong(folder: Path) -> None:
+async def test_running_node_names_wrong_input(folder: Path) -> None:
     async with open_plane(folder / "journal") as plane:
         https = plane.url.replace("http://", "https://")
         for argv, sentence in (

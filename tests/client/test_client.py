@@ -45,7 +45,7 @@ def client_of(node: Child, **more: float) -> PolarnodeClient:
 # ── the stream through the node's deaths ──────────────────────────────────────
 
 
-def test_a_stream_goes_on_after_kill_9_without_missing_or_repeating(node: Child) -> None:
+def test_stream_continues_after_sigkill(node: Child) -> None:
     """The node is killed and started again five times while the client reads 120 events; each comes once, in
     order.
     """
@@ -67,7 +67,7 @@ def test_a_stream_goes_on_after_kill_9_without_missing_or_repeating(node: Child)
     assert sorted(event.key for event in found) == sorted(f"trajectory:s{number}" for number in range(count))
 
 
-def test_a_task_named_is_followed_to_its_end(node: Child) -> None:
+def test_named_task_is_followed_to_end(node: Child) -> None:
     node.start()
     client = client_of(node)
     client.submit(make_spec(task_id=TASK, num_samples=4))
@@ -100,7 +100,7 @@ async def end_task(path: Path) -> None:
                 )
 
 
-def test_other_kinds_of_events_have_no_trajectory() -> None:
+def test_other_events_have_no_trajectory() -> None:
     assert Event(seq=1, kind="gap", key="gap", data={"after": 0, "oldest": 2}).trajectory is None
 
 
@@ -119,7 +119,7 @@ def test_threads_may_share_a_client(node: Child) -> None:
     assert found == [[1, 2, 3]] * 8
 
 
-def test_nothing_stays_open_behind_a_request(node: Child) -> None:
+def test_requests_leave_nothing_open(node: Child) -> None:
     node.start()
     http = BlockingHttp(base_url=node.url, token="secret")
     before = len(os.listdir("/proc/self/fd"))
@@ -129,7 +129,7 @@ def test_nothing_stays_open_behind_a_request(node: Child) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_token_is_not_shown() -> None:
+def test_token_is_not_shown() -> None:
     assert "wrong" not in repr(PolarnodeClient("http://127.0.0.1:1", token="wrong")) + repr(
         AsyncPolarnodeClient("http://127.0.0.1:1", token="wrong")
     )
@@ -164,7 +164,7 @@ def imported(what: str) -> set[str]:
     )
 
 
-def test_importing_the_client_brings_nothing_of_the_node() -> None:
+def test_client_import_loads_no_node() -> None:
     found = imported(
         "from polarnode.client import PolarnodeClient, Event, Submitted, ClientError, Unreachable"
     )
@@ -172,7 +172,7 @@ def test_importing_the_client_brings_nothing_of_the_node() -> None:
     assert found.isdisjoint(HEAVY)
 
 
-def test_importing_the_asynchronous_client_brings_its_transport_and_no_more() -> None:
+def test_async_client_import_loads_only_transport() -> None:
     found = imported("from polarnode.client import AsyncPolarnodeClient; AsyncPolarnodeClient()")
     assert {"httpx2", "anyio"} <= found
     assert found.isdisjoint(
@@ -190,7 +190,7 @@ def test_importing_the_asynchronous_client_brings_its_transport_and_no_more() ->
     )
 
 
-def test_there_is_nothing_else_in_the_package() -> None:
+def test_unknown_attribute_is_an_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
         _ = polarnode.client.Clinet
 
@@ -200,7 +200,7 @@ def test_there_is_nothing_else_in_the_package() -> None:
 PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text()
 
 
-def test_the_page_calls_what_there_is() -> None:
+def test_page_calls_existing_methods() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) > 4
     for block in blocks:
@@ -211,7 +211,7 @@ def test_the_page_calls_what_there_is() -> None:
             ), name
 
 
-def test_the_page_names_every_method_that_is_not_a_look() -> None:
+def test_page_names_every_changing_method() -> None:
     looks = {
         "task",
         "task_status",

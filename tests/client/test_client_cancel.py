@@ -32,7 +32,7 @@ def client_of(node: Node) -> AsyncPolarnodeClient:
     return AsyncPolarnodeClient(node.url, token="secret", ack_every_s=0.0)
 
 
-def test_a_wait_with_a_deadline_loses_nothing(run: Any, node: Node) -> None:
+def test_cancelled_wait_loses_nothing(run: Any, node: Node) -> None:
     """Cancelled while it reads, again and again; what comes meanwhile is given next."""
 
     async def main() -> None:
@@ -51,7 +51,7 @@ def test_a_wait_with_a_deadline_loses_nothing(run: Any, node: Node) -> None:
     run(main)
 
 
-def test_a_group_whose_wait_was_cancelled_comes_whole(run: Any, node: Node) -> None:
+def test_cancelled_group_wait_stays_whole(run: Any, node: Node) -> None:
     async def main() -> None:
         async with client_of(node) as client:
             await client.submit(make_spec(task_id="t", num_samples=2))
@@ -72,7 +72,7 @@ def test_a_group_whose_wait_was_cancelled_comes_whole(run: Any, node: Node) -> N
     assert node.position("c") == 0, "it was being worked on"
 
 
-def test_a_loop_left_early_leaves_no_connection(run: Any, node: Node) -> None:
+def test_early_exit_closes_connection(run: Any, node: Node) -> None:
     node.publish("s0", "s1")
 
     async def main() -> None:
@@ -89,7 +89,7 @@ def test_a_loop_left_early_leaves_no_connection(run: Any, node: Node) -> None:
     run(main)
 
 
-def test_a_capture_that_is_cancelled_ends_so(run: Any, tmp_path: Path) -> None:
+def test_cancelled_capture_ends_as_cancelled(run: Any, tmp_path: Path) -> None:
     with here() as node:
         engine = ScriptedEngine(reply=answers("Bread."), vocab_size=4096, context_length=CONTEXT)
         desk = node.open(open_capture_node(tmp_path, engine))

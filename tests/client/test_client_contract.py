@@ -70,7 +70,7 @@ def methods(cls: type) -> dict[str, list[inspect.Parameter]]:
     return {name: list(inspect.signature(each).parameters.values()) for name, each in found.items()}
 
 
-def test_both_clients_have_the_same_methods_with_the_same_parameters() -> None:
+def test_clients_have_equal_signatures() -> None:
     assert methods(AsyncPolarnodeClient) == methods(PolarnodeClient)
     assert [field.name for field in attrs.fields(AsyncPolarnodeClient) if field.init] == [
         field.name for field in attrs.fields(PolarnodeClient)
@@ -80,7 +80,7 @@ def test_both_clients_have_the_same_methods_with_the_same_parameters() -> None:
 # ── tasks ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_task_is_submitted_seen_and_cancelled(bench: Bench) -> None:
+def test_task_is_submitted_seen_and_cancelled(bench: Bench) -> None:
     client = bench.client()
     taken = client.submit(make_spec(task_id="mine-odd", num_samples=2))
     assert (taken.task_id, taken.session_ids, taken.created) == (
@@ -107,7 +107,7 @@ def test_a_task_is_submitted_seen_and_cancelled(bench: Bench) -> None:
     assert client.session("mine-odd-1")["session"]["status"] == "pending"
 
 
-def test_a_source_is_submitted_task_by_task(bench: Bench) -> None:
+def test_source_is_submitted_by_task(bench: Bench) -> None:
     client = bench.client()
     [submitted] = client.submit_source(
         DATA / "polar" / "task.json", harness="pi", samples=3, over={"runtime": {"volumes": []}}
@@ -118,7 +118,7 @@ def test_a_source_is_submitted_task_by_task(bench: Bench) -> None:
     assert len(client.tasks()) == 1, "nothing of a source that can not be read whole"
 
 
-def test_an_error_is_the_nodes_sentence(bench: Bench) -> None:
+def test_error_is_the_nodes_sentence(bench: Bench) -> None:
     client = bench.client()
     with pytest.raises(ClientError, match="did you mean num_samples") as caught:
         client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
@@ -137,7 +137,7 @@ def test_an_error_is_the_nodes_sentence(bench: Bench) -> None:
         client.trajectories(ack=True)
 
 
-def test_a_full_node_is_waited_for_as_long_as_patience_lasts(bench: Bench) -> None:
+def test_full_node_is_awaited_with_patience(bench: Bench) -> None:
     service = bench.node.plane.service
     service.refuses = Busy("64 tasks wait already", retry_after=7.0)
     with pytest.raises(ClientError, match="64 tasks") as caught:
@@ -152,7 +152,7 @@ def test_a_full_node_is_waited_for_as_long_as_patience_lasts(bench: Bench) -> No
 # ── trajectories ──────────────────────────────────────────────────────────────
 
 
-def test_trajectories_one_by_one_and_all(bench: Bench) -> None:
+def test_trajectories_singly_and_all(bench: Bench) -> None:
     bench.node.publish("s0", "s1", "s2")
     client = bench.client()
     expected = [make_trajectory(f"s{number}", turns=2) for number in range(3)]
@@ -169,7 +169,7 @@ def test_trajectories_one_by_one_and_all(bench: Bench) -> None:
     assert list(client.export(outcome="failed")) == []
 
 
-def test_a_stream_waits_for_what_comes(bench: Bench) -> None:
+def test_stream_waits_for_new_events(bench: Bench) -> None:
     stream = bench.client().trajectories()
     for number in range(3):
         bench.node.publish(f"s{number}")
@@ -177,7 +177,7 @@ def test_a_stream_waits_for_what_comes(bench: Bench) -> None:
     stream.close()
 
 
-def test_what_was_worked_on_is_acknowledged_and_the_rest_comes_again(bench: Bench) -> None:
+def test_unacknowledged_work_comes_again(bench: Bench) -> None:
     bench.node.publish(*(f"s{number}" for number in range(5)))
     client = bench.client(ack_every_s=0.0)
     stream = client.trajectories(consumer="trainer", ack=True, follow=False)
@@ -218,7 +218,7 @@ def test_snapshots_are_listed(bench: Bench, tmp_path: Path) -> None:
     assert missing.value.status == 404
 
 
-def test_consumers_are_seen_and_forgotten(bench: Bench) -> None:
+def test_consumers_are_listed_and_forgotten(bench: Bench) -> None:
     bench.node.publish("s0", "s1")
     client = bench.client()
     assert client.consumers() == ()
@@ -231,7 +231,7 @@ def test_consumers_are_seen_and_forgotten(bench: Bench) -> None:
         client.forget_consumer("trainer")
 
 
-def test_trajectories_come_in_a_trainers_format(bench: Bench) -> None:
+def test_trajectories_in_trainer_format(bench: Bench) -> None:
     bench.node.publish("s0")
     client = bench.client()
     one = client.formatted("s0", "slime", arrays="json")
@@ -250,7 +250,7 @@ def test_trajectories_come_in_a_trainers_format(bench: Bench) -> None:
 LIVE = LiveSessionStatus(session_id="a", task_id="t", harness="pi", phase="run", turns=1, sampled_tokens=5)
 
 
-def test_live_sessions_come_as_they_change(bench: Bench) -> None:
+def test_live_sessions_arrive_as_changed(bench: Bench) -> None:
     service, client = bench.node.plane.service, bench.client()
     service.listed = (LIVE,)
     stream = client.live_sessions()
@@ -265,7 +265,7 @@ def test_live_sessions_come_as_they_change(bench: Bench) -> None:
     assert list(client.live_sessions(follow=False)) == [SessionChanges(node="n0", sessions=(), whole=True)]
 
 
-def test_a_new_connection_forgets_the_nodes_of_the_one_before(kind: str) -> None:
+def test_new_connection_forgets_known_nodes(kind: str) -> None:
     def answer(request: bytes, number: int) -> bytes | None:
         node = b"one" if number == 0 else b"two"
         told = b'event: sessions\ndata: {"node":"%b","sessions":[],"whole":true}\n\n' % node
@@ -277,7 +277,7 @@ def test_a_new_connection_forgets_the_nodes_of_the_one_before(kind: str) -> None
         stream.close()
 
 
-def test_finished_groups_and_the_time_series_are_read_without_a_consumer(bench: Bench) -> None:
+def test_groups_and_timeseries_without_consumer(bench: Bench) -> None:
     client = bench.client()
     client.submit(make_spec(task_id="t", num_samples=2))
     bench.node.publish("t-0", "t-1")
@@ -297,7 +297,7 @@ def test_finished_groups_and_the_time_series_are_read_without_a_consumer(bench: 
 # ── groups ────────────────────────────────────────────────────────────────────
 
 
-def test_groups_come_whole_and_are_acknowledged_when_nothing_of_them_is_needed(bench: Bench) -> None:
+def test_whole_groups_are_acknowledged_when_done(bench: Bench) -> None:
     client = bench.client(ack_every_s=0.0)
     for task_id in "ab":
         client.submit(make_spec(task_id=task_id, num_samples=2))
@@ -318,7 +318,7 @@ def test_groups_come_whole_and_are_acknowledged_when_nothing_of_them_is_needed(b
     assert list(client.groups(consumer="trainer", ack=True, follow=False)) == []
 
 
-def test_leaving_a_loop_loses_no_acknowledgement(bench: Bench) -> None:
+def test_leaving_loop_loses_no_acknowledgement(bench: Bench) -> None:
     """The client's own second between acknowledgements has not passed when the loop is left."""
     client = bench.client()
     for task_id in "abc":
@@ -338,7 +338,7 @@ def test_leaving_a_loop_loses_no_acknowledgement(bench: Bench) -> None:
     assert bench.node.position("reading") == 2
 
 
-def test_what_was_not_kept_of_a_group_is_fetched_again(bench: Bench) -> None:
+def test_dropped_group_parts_are_refetched(bench: Bench) -> None:
     client = bench.client()
     client.submit(make_spec(task_id="a", num_samples=3))
     bench.node.publish("a-0", "a-1", "a-2", task_id="a", turns=3)
@@ -352,7 +352,7 @@ def test_what_was_not_kept_of_a_group_is_fetched_again(bench: Bench) -> None:
 # ── a node that goes and comes ────────────────────────────────────────────────
 
 
-def test_a_node_that_is_not_there_is_said(bench: Bench) -> None:
+def test_absent_node_is_reported(bench: Bench) -> None:
     client = bench.client(f"http://127.0.0.1:{free_port()}", patience_s=0.3)
     for ask in (
         client.status,
@@ -364,7 +364,7 @@ def test_a_node_that_is_not_there_is_said(bench: Bench) -> None:
             ask()
 
 
-def test_a_stream_goes_on_over_the_nodes_death(kind: str, tmp_path: Path) -> None:
+def test_stream_continues_after_node_death(kind: str, tmp_path: Path) -> None:
     """Killed in mid-stream; each event comes once, in order. Many deaths at random moments are in
     test_client.py.
     """
@@ -383,7 +383,7 @@ def test_a_stream_goes_on_over_the_nodes_death(kind: str, tmp_path: Path) -> Non
     assert [event.key for event in found] == [f"trajectory:s{number}" for number in range(20)]
 
 
-def test_a_cut_in_the_middle_of_an_event_is_asked_for_again(kind: str) -> None:
+def test_event_cut_midway_is_refetched(kind: str) -> None:
     answers = (
         chunked(b": hello\n\n", event(1), event(2)[:25]),  # cut within an event
         chunked(event(2)[:7], event(2)[7:]) + b"fff",  # cut within a chunk's size
@@ -417,7 +417,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_given_up_in_time_and_said(kind: str, name: str) -> None:
+def test_garbage_is_unreachable_in_time(kind: str, name: str) -> None:
     with ExitStack() as stack:
         url = stack.enter_context(
             answering(lambda request, number: chunked(b": hello\n\n", GARBAGE[name], end=True))
@@ -444,7 +444,7 @@ PACKED = gzip.compress(b"{}", mtime=0)  # no client decompresses: a small answer
         (b'HTTP/1.1 400 Bad\r\nContent-Length: 13\r\n\r\n{"error":"no"}'[:-1], "400 Bad"),
     ],
 )
-def test_an_answer_that_is_no_polarnodes_is_said_so(kind: str, answer: bytes, sentence: str) -> None:
+def test_foreign_answer_is_reported(kind: str, answer: bytes, sentence: str) -> None:
     with ExitStack() as stack:
         url = stack.enter_context(answering(lambda request, number: answer))
         client = stack.enter_context(open_client(kind, url + "/prefix/"))
@@ -452,7 +452,7 @@ def test_an_answer_that_is_no_polarnodes_is_said_so(kind: str, answer: bytes, se
             client.status()
 
 
-def test_a_page_in_the_place_of_a_stream_is_said_at_once(kind: str) -> None:
+def test_page_instead_of_stream_is_refused(kind: str) -> None:
     page = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>"
     with ExitStack() as stack:
         client = stack.enter_context(
@@ -462,7 +462,7 @@ def test_a_page_in_the_place_of_a_stream_is_said_at_once(kind: str) -> None:
             next(client.trajectories())
 
 
-def test_a_file_that_is_cut_is_no_file(kind: str, tmp_path: Path) -> None:
+def test_cut_download_leaves_no_file(kind: str, tmp_path: Path) -> None:
     cut = b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nonly this"
     with (
         answering(lambda request, number: cut) as url,
@@ -475,7 +475,7 @@ def test_a_file_that_is_cut_is_no_file(kind: str, tmp_path: Path) -> None:
 # ── logs ──────────────────────────────────────────────────────────────────────
 
 
-def test_logs_are_read_piece_by_piece(bench: Bench, tmp_path: Path) -> None:
+def test_logs_are_read_in_pieces(bench: Bench, tmp_path: Path) -> None:
     client = bench.client()
     client.submit(make_spec(task_id="t", num_samples=2))
     (tmp_path / "t-0.log").write_text("one\ntwo\n")
@@ -491,7 +491,7 @@ def test_logs_are_read_piece_by_piece(bench: Bench, tmp_path: Path) -> None:
     assert missing.value.status == 404
 
 
-def test_a_client_begins_at_the_newest_event_and_keeps_its_place(bench: Bench) -> None:
+def test_client_may_begin_at_newest_event(bench: Bench) -> None:
     client = bench.client()
     bench.node.publish("old")
     assert list(client.trajectories(after="newest", follow=False)) == []
@@ -503,7 +503,7 @@ def test_a_client_begins_at_the_newest_event_and_keeps_its_place(bench: Bench) -
     assert [each.key for each in again] == ["trajectory:new"], "it has a position"
 
 
-def test_a_reader_that_lost_its_first_connection_begins_where_it_began(kind: str) -> None:
+def test_lost_first_connection_keeps_start(kind: str) -> None:
     asked: list[bytes] = []
 
     def answer(request: bytes, number: int) -> bytes | None:

@@ -29,7 +29,7 @@ def kind(request: Any) -> str:
 # ── weights ───────────────────────────────────────────────────────────────────
 
 
-def test_weights_are_given_and_generation_is_held(kind: str, tmp_path: Path) -> None:
+def test_weights_update_and_generation_pause(kind: str, tmp_path: Path) -> None:
     with here() as node, ExitStack() as stack:
         plane = node.open(open_weights_plane(simulated_tiny(tmp_path), tmp_path / "weights.sqlite"))
         client = stack.enter_context(open_client(kind, plane.node.url, token="secret", patience_s=5.0))
@@ -53,7 +53,7 @@ def test_weights_are_given_and_generation_is_held(kind: str, tmp_path: Path) -> 
         assert [(each.version, each.source["kind"]) for each in client.weights().history] == [("1", "disk")]
 
 
-def test_weights_in_buckets_are_one_version_or_none(kind: str, tmp_path: Path) -> None:
+def test_bucketed_weights_are_one_version(kind: str, tmp_path: Path) -> None:
     bucket = {"payloads": [b64encode(pickle.dumps([])).decode()]}
 
     def breaking() -> "Iterator[dict[str, Any]]":
@@ -90,7 +90,7 @@ def scripted() -> ScriptedEngine:
     return ScriptedEngine(reply=answers("Bread.", "Loaf."), vocab_size=4096, context_length=CONTEXT)
 
 
-def test_an_agent_of_ones_own_is_captured_and_ends_as_it_ends(kind: str, tmp_path: Path) -> None:
+def test_own_agent_is_captured(kind: str, tmp_path: Path) -> None:
     with here() as node, ExitStack() as stack:
         desk = node.open(open_capture_node(tmp_path, scripted()))
         client = stack.enter_context(open_client(kind, desk.caller.url, token="secret"))
@@ -125,9 +125,7 @@ def test_an_agent_of_ones_own_is_captured_and_ends_as_it_ends(kind: str, tmp_pat
         assert node.do(desk.events)[-1].startswith("task:")
 
 
-def test_a_node_that_is_gone_does_not_hide_what_went_wrong(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_node_hides_no_error(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with here() as node, ExitStack() as stack:
         desk = node.open(open_capture_node(tmp_path, scripted()))
         client = stack.enter_context(open_client(kind, desk.caller.url, token="secret", patience_s=0.2))

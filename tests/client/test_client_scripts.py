@@ -217,14 +217,14 @@ def test_events_are_the_same_however_their_bytes_are_cut(
     assert len(whole) == len(parts)
 
 
-def test_a_block_may_have_several_lines_of_data_and_fields_nobody_knows() -> None:
+def test_multiline_data_and_unknown_fields() -> None:
     [found] = Decoder().feed(b'retry: 5\nevent: task\ndata: {"task":\ndata: 1}\nid: 9\n\n')
     assert found == Block(kind="task", id="9", data=b'{"task":\n1}')
     assert read_event(found) == Event(seq=9, kind="task", key="task", data=1)
     assert list(Decoder().feed(b"event: task\n\n\n\n")) == [], "a block without data is none"
 
 
-def test_an_event_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_event_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarnode.client.scripts.MOST_BYTES", 100)
     decoder = Decoder()
     with pytest.raises(Unreachable, match="larger than"):
@@ -285,7 +285,7 @@ def test_a_reader_that_dies_reads_again_only_what_it_was_still_working_on(
     assert finished == list(range(1, count + 1))
 
 
-def test_a_node_that_greets_and_fails_is_given_up() -> None:
+def test_repeatedly_failing_stream_is_abandoned() -> None:
     """A damaged event of the journal fails at every attempt, behind a greeting that says nothing."""
     failing = b'event: error\ndata: {"error":{"message":"damaged"}}\n\n'
     world = World([(1, task_event(1)), (2, failing)], piece=1000)
@@ -298,7 +298,7 @@ def test_a_node_that_greets_and_fails_is_given_up() -> None:
     assert max(world.slept) == PAUSES.longest_s
 
 
-def test_time_that_a_trainer_works_is_no_silence_of_the_node() -> None:
+def test_trainer_time_is_no_node_silence() -> None:
     world = World([(1, task_event(1)), (2, task_event(2))], cuts=[len(GREETING + task_event(1))])
     stream = gives(api(world).trajectories(reading(), ()), world)
     assert next(stream).seq == 1
@@ -306,19 +306,19 @@ def test_time_that_a_trainer_works_is_no_silence_of_the_node() -> None:
     assert next(stream).seq == 2
 
 
-def test_a_gap_is_told_and_numbers_that_began_anew_are_followed() -> None:
+def test_gap_and_restarted_numbers() -> None:
     gap = wire(0, "gap", "gap", {"after": 90, "oldest": 1})
     world = World([(100, gap), (101, task_event(1)), (102, task_event(2))], piece=1000)
     found = list(gives(api(world).trajectories(reading(after=90), ()), world))
     assert [(event.kind, event.seq) for event in found] == [("gap", 0), ("task", 1), ("task", 2)]
 
 
-def test_what_a_node_sends_twice_is_given_once() -> None:
+def test_repeated_event_is_given_once() -> None:
     world = World([(seq, task_event(seq)) for seq in (1, 1, 2, 1, 2, 3)], piece=1000)
     assert [event.seq for event in gives(api(world).trajectories(reading(), ()), world)] == [1, 2, 3]
 
 
-def test_an_acknowledgement_that_does_not_arrive_is_said_later_and_ends_nothing() -> None:
+def test_lost_acknowledgement_is_sent_later() -> None:
     world = World([(seq, task_event(seq)) for seq in range(1, 4)], piece=1000)
     world.faults = [Unreachable("away"), ClientError("full", status=503, type="busy")]
     found = list(gives(api(world).trajectories(reading(consumer="c", ack=True), ()), world))
@@ -326,14 +326,14 @@ def test_an_acknowledgement_that_does_not_arrive_is_said_later_and_ends_nothing(
     assert world.acked == [2, 3], "two were lost, and nothing with them"
 
 
-def test_acknowledgements_are_said_once_a_second_and_at_the_end() -> None:
+def test_acknowledgements_once_a_second() -> None:
     world = World([(seq, task_event(seq)) for seq in range(1, 21)], piece=1000)
     for _ in gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world):
         world.now_s += 0.3
     assert world.acked == [4, 8, 12, 16, 20]
 
 
-def test_leaving_early_acknowledges_what_is_done() -> None:
+def test_early_exit_acknowledges_finished_work() -> None:
     """Acknowledgements wait for a second to pass; a loop that ends meanwhile still owes them."""
     world = World([(seq, task_event(seq)) for seq in range(1, 6)], piece=1000)
     stream = gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world)
@@ -343,7 +343,7 @@ def test_leaving_early_acknowledges_what_is_done() -> None:
     assert world.acked == [2], "the third is still being worked on"
 
 
-def test_leaving_a_silent_node_is_bounded() -> None:
+def test_leaving_silent_node_is_bounded() -> None:
     world = World([(seq, task_event(seq)) for seq in range(1, 4)], piece=1000)
     stream = gives(api(world, ack_every_s=1.0).trajectories(reading(consumer="c", ack=True), ()), world)
     _ = (next(stream), next(stream))
@@ -356,7 +356,7 @@ def test_leaving_a_silent_node_is_bounded() -> None:
 # ── patience ──────────────────────────────────────────────────────────────────
 
 
-def test_what_does_not_pass_is_not_waited_for() -> None:
+def test_permanent_errors_are_not_retried() -> None:
     patience = RetryPatience(600.0, lambda: 0.0)
     for status in (400, 401, 404, 409, 500, 507):
         with pytest.raises(ClientError):
@@ -369,12 +369,12 @@ def test_what_does_not_pass_is_not_waited_for() -> None:
 @pytest.mark.parametrize(
     ("said", "seconds"), [("12", 12.0), ("", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("-3", None)]
 )
-def test_when_to_ask_again_is_read(said: str, seconds: "float | None") -> None:
+def test_retry_after_is_parsed(said: str, seconds: "float | None") -> None:
     error = read_error(503, "Service Unavailable", {"retry-after": said}, b"")
     assert (error.retry_after, error.passes) == (seconds, True)
 
 
-def test_a_submission_is_sent_again_under_one_key() -> None:
+def test_resubmission_uses_same_key() -> None:
     world = World([], answers={"/v1/tasks": {"task_id": "t", "session_ids": ["s"], "created": True}})
     world.faults = [Unreachable("cut"), ClientError("full", status=429, type="busy", retry_after=3.0)]
     script = patiently(submit({}, idempotency_key="k"), RetryPatience(60.0, world.now))
@@ -382,7 +382,7 @@ def test_a_submission_is_sent_again_under_one_key() -> None:
     assert (world.keys, world.slept) == (["k"] * 3, [PAUSES.first_s, 3.0])
 
 
-def test_what_can_not_be_asked_is_refused_before_it_is_sent() -> None:
+def test_invalid_request_is_not_sent() -> None:
     with pytest.raises(Refused, match="ack needs a consumer"):
         api(World([])).groups(reading(ack=True), (), 0, in_(World([])))
     for said in ({"path": None, "source": None}, {"path": "/a", "source": {}}):
@@ -413,7 +413,7 @@ def push_world(**more: Any) -> World:
     )
 
 
-def test_a_push_is_begun_filled_and_committed() -> None:
+def test_push_begins_fills_and_commits() -> None:
     world = push_world()
     report = returned(api(world).push_weights("7", iter(BUCKETS), "tensor", None, "in_place"), world)
     assert (report.version, report.created) == ("7", True)
@@ -425,7 +425,7 @@ def test_a_push_is_begun_filled_and_committed() -> None:
     ]
 
 
-def test_a_commit_whose_answer_was_lost_is_asked_for_again() -> None:
+def test_unanswered_commit_is_retried() -> None:
     world = push_world()
     world.faults = [None, None, None, Unreachable("cut")]
     assert (
@@ -436,9 +436,7 @@ def test_a_commit_whose_answer_was_lost_is_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(("end", "said"), [({}, False), (None, False), (Unreachable("away"), True)])
-def test_a_bucket_that_fails_gives_the_update_up(
-    end: Any, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_bucket_aborts_update(end: Any, said: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Also where the node has given it up by itself (404), and where it is not there to be told."""
     world = push_world(**({} if end is None else {f"{UPDATE}/u": end}))
     world.faults = [None, ClientError("has shape [3, 3]", status=400, type="invalid_request")]
@@ -448,7 +446,7 @@ def test_a_bucket_that_fails_gives_the_update_up(
     assert ("was not told" in caplog.text) is said
 
 
-def test_a_group_is_named_where_it_is_broadcast_over() -> None:
+def test_broadcast_group_is_named() -> None:
     assert leave_group("w/w").path == "/v1/weights/groups/w%2Fw"
     body = json.loads(join_group("weights", "10.0.0.1", 29600, 9, 1, "nccl").body or b"")
     assert body == {
@@ -610,7 +608,7 @@ def test_unacknowledged_groups_come_again() -> None:
     assert list(grouped(world)) == []
 
 
-def test_groups_without_a_consumer_refuse_acknowledgement() -> None:
+def test_groups_without_consumer_refuse_acknowledgement() -> None:
     world = three_groups()
     [first, *_] = gives(api(world).groups(reading(), (), 1 << 30, in_(world)), world)
     with pytest.raises(Refused, match="consumer=NAME"):
@@ -643,7 +641,7 @@ def groups_of(world: World, *, kept_bytes: int = 1 << 30, consumer: str = "c") -
     )
 
 
-def test_no_more_is_kept_than_was_said_and_the_rest_is_asked_for() -> None:
+def test_memory_limit_refetches_the_rest() -> None:
     log = [(index + 1, session_event(index + 1, "t", index)) for index in range(4)] + [
         (5, group_event(5, "t", 4))
     ]
@@ -657,7 +655,7 @@ def test_no_more_is_kept_than_was_said_and_the_rest_is_asked_for() -> None:
     ]
 
 
-def test_a_session_that_is_nowhere_any_more_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_session_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     world = World([(2, session_event(2, "t", 1)), (3, group_event(3, "t", 2))], piece=1000)
     [group] = gives(groups_of(world).script(), world)
     assert [each.session_id for each in group.trajectories] == ["t-1"]
@@ -669,7 +667,7 @@ def unreadable_event(seq: int, kind: str | None, task_id: str | None) -> Event:
     return Event(seq=seq, kind="unreadable", key=f"event:{seq}", data=data)
 
 
-def test_an_unreadable_group_does_not_hold_the_position(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_group_releases_position(caplog: pytest.LogCaptureFixture) -> None:
     collector = Collector()
     data = trajectory_json(make_trajectory("t-0", task_id="t"))
     session = Event(seq=1, kind="trajectory", key="trajectory:t-0", data=data)
@@ -682,13 +680,13 @@ def test_an_unreadable_group_does_not_hold_the_position(caplog: pytest.LogCaptur
     assert "its row is damaged" in caplog.text
 
 
-def test_an_unreadable_event_is_typed() -> None:
+def test_unreadable_event_is_typed() -> None:
     found = unreadable_event(3, None, "t").unreadable
     assert found == UnreadableEvent(task_id="t", reason="its row is damaged")
     assert unreadable_event(3, None, "t").trajectory is None
 
 
-def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:
+def test_recordless_task_releases_position() -> None:
     log = [
         (1, session_event(1, "lost", 0)),
         *((seq, session_event(seq, "t", seq)) for seq in range(2, 5)),
@@ -703,7 +701,7 @@ def test_a_task_without_a_record_does_not_hold_the_position_for_ever() -> None:
     assert world.position == 5
 
 
-def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
+def test_repeated_group_is_given_once() -> None:
     collector = Collector()
     events_ = [
         Event(
@@ -720,7 +718,7 @@ def test_a_group_that_comes_twice_on_one_stream_is_given_once() -> None:
     assert collector.position.position == 2
 
 
-def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
+def test_other_journals_task_is_dropped() -> None:
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
     collector.add(Event(seq=40, kind="trajectory", key="trajectory:a-0", data=value, size=10))
@@ -729,7 +727,7 @@ def test_what_another_journal_never_heard_of_is_not_waited_for() -> None:
     assert (collector.oldest, collector.position.position) == (None, 0)
 
 
-def test_a_stream_that_keeps_ending_is_closed_and_given_up() -> None:
+def test_repeatedly_ending_stream_is_abandoned() -> None:
     world = World([(1, task_event(1))], piece=1000)
     script = events(
         StreamFollower(Following(path="/s", after=None, goes_on=True), RetryPatience(0.0, world.now)),
@@ -751,7 +749,7 @@ def shared_event(seq: int, kind: str, key: str, data: object, log: str = OLD) ->
     return Event(seq=seq, kind=kind, key=key, data=data, journal=log, id=f"{log}:{seq}", size=10)
 
 
-def test_event_of_shared_log_names_it() -> None:
+def test_event_names_its_shared_log() -> None:
     data = b'{"seq":4,"journal":"7f-1-0","key":"task:t","task":{}}'
     found = read_event(Block(kind="task", id="7f-1-0:4", data=data))
     assert (found.seq, found.journal, found.cursor) == (4, OLD, Cursor(position=4, log=OLD))
@@ -767,7 +765,7 @@ def test_acknowledgement_names_shared_log() -> None:
     assert acknowledge("c", Cursor(position=4)).body == dump_json({"consumer": "c", "seq": 4})
 
 
-def test_failover_keeps_what_the_log_still_has() -> None:
+def test_failover_keeps_remaining_groups() -> None:
     """A group that began before the gap holds the position still; one that is lost comes again, or never."""
     collector = Collector()
     value = trajectory_json(make_trajectory("a-0", task_id="a"), arrays="base64")
@@ -801,7 +799,7 @@ def slow_reader(requires: dict[str, Any] | None, **answers: Any) -> World:
     return world
 
 
-def test_a_group_is_judged_when_it_is_read() -> None:
+def test_group_staleness_judged_at_read() -> None:
     """By what the node serves at that moment, its weights or an adapter; and it is asked nothing without a limit."""
     limit = {"max_staleness": 1}
     served = WeightsStatus(version="9", versions=("7", "8", "9"))
@@ -819,6 +817,6 @@ def test_a_group_is_judged_when_it_is_read() -> None:
     assert not any("weights" in each for each in world.asked)
 
 
-def test_a_node_that_serves_nothing_judges_at_the_end() -> None:
+def test_unserved_weights_judge_at_end() -> None:
     [group] = grouped(slow_reader({"max_staleness": 1}))
     assert (group.state, len(group.usable)) == ("complete", 1)

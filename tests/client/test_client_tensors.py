@@ -44,7 +44,7 @@ for line in sys.stdin:
 """
 
 
-def test_tensors_go_in_parts_in_their_order() -> None:
+def test_tensors_are_sent_in_order() -> None:
     named = [
         (name, torch.zeros(size, dtype=torch.uint8))
         for name, size in (("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 5))
@@ -53,7 +53,7 @@ def test_tensors_go_in_parts_in_their_order() -> None:
     assert list(parts([], 6)) == []
 
 
-def test_a_payload_is_handles_that_another_process_reads_and_the_trainers_own_memory_stays() -> None:
+def test_handles_open_in_other_process() -> None:
     """A process that is no child by fork, as an engine host is none."""
     weight = torch.nn.Parameter(torch.arange(200_000, dtype=torch.float32).reshape(2, -1))
     named = [("w", weight), ("b", torch.ones(3, dtype=torch.bfloat16)), ("t", weight.t()[:5])]
@@ -73,7 +73,7 @@ def test_a_payload_is_handles_that_another_process_reads_and_the_trainers_own_me
 
 
 @pytest.mark.engine
-def test_an_engine_takes_them_by_handle_and_by_broadcast(tmp_path: Path, temporary: Path) -> None:
+def test_engine_takes_handles_and_broadcast(tmp_path: Path, temporary: Path) -> None:
     """Read back through the engine: it answers as the weights that were sent."""
     prompt = list(range(100, 200))
     old, new = Reference(tmp_path / "old", seed=1), Reference(tmp_path / "new", seed=2)
@@ -124,7 +124,7 @@ def tiny() -> "dict[str, torch.Tensor]":
     return {**named, "lm_head.weight": named["model.embed_tokens.weight"]}
 
 
-def test_a_checkpoint_is_written_whole_and_never_over_another(tmp_path: Path) -> None:
+def test_checkpoint_is_written_once_and_whole(tmp_path: Path) -> None:
     named = tiny()
     (tmp_path / ".writing-of-a-trainer-that-was-killed").mkdir()
     path, created = save_checkpoint(tmp_path, "a/7", named, model=TINY_MODEL, file_bytes=100_000)
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_written_whole_and_never_over_another(tmp_path: Path) ->
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a_7", "a_7-2"]
 
 
-def test_each_step_is_served_from_a_folder_and_the_last_few_stay(tmp_path: Path) -> None:
+def test_last_step_folders_are_kept(tmp_path: Path) -> None:
     """A version of other weights is the node's 409, and leaves no folder; the same weights are no update."""
     named, folder = tiny(), tmp_path / "steps"
     with here() as node:
@@ -174,9 +174,7 @@ def test_each_step_is_served_from_a_folder_and_the_last_few_stay(tmp_path: Path)
 @pytest.mark.parametrize(
     ("fails", "repeatable", "version"), [(0, True, "1"), (1, True, "1"), (1, False, None)]
 )
-def test_a_push_is_repeated_if_its_tensors_can_be_sent_again(
-    fails: int, repeatable: bool, version: str | None
-) -> None:
+def test_push_repeats_if_tensors_can(fails: int, repeatable: bool, version: str | None) -> None:
     """`fails`: how many buckets are taken before the connection breaks."""
     named = [(name, torch.zeros(8)) for name in "ab"]
     client = Breaking(fails)
@@ -226,7 +224,7 @@ class Sent:
         self.bodies.append(body)
 
 
-def test_an_adapter_is_a_file_with_its_configuration_whatever_holds_its_tensors() -> None:
+def test_adapter_file_from_any_tensors() -> None:
     sent: Any = Sent()
     tensors = {"base_model.model.w.lora_A.weight": torch.arange(6.0).reshape(3, 2).t()}
     arrays = {name: each.contiguous().numpy() for name, each in tensors.items()}

@@ -47,12 +47,12 @@ def sampled(node: Node, *specs: TaskSpec) -> list[list[str]]:
     return [[group.task_id for group in forest] for forest in sample_trees(client, specs, POLICY)]
 
 
-def test_each_tree_is_one_task_and_comes_when_it_is_over() -> None:
+def test_each_tree_is_one_task() -> None:
     node = Node()
     assert sampled(node, SPEC, evolve(SPEC, task_id="u")) == [["u"], ["t"]]
     assert [each.num_samples for each in node.taken] == [6, 6]
     assert [each.group for each in node.taken] == [evolve(SPEC.group, fork=POLICY)] * 2
 
 
-def test_no_tree_is_waited_for_where_none_was_asked_for() -> None:
+def test_without_trees_none_is_awaited() -> None:
     assert sampled(Node()) == []

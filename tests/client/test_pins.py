@@ -33,7 +33,7 @@ PIN = "0f" * 32
         (f"http://a:1#{PIN}", "only an https address"),
     ],
 )
-def test_what_is_no_pin_is_one_sentence(text: str, words: str) -> None:
+def test_invalid_pin_is_one_sentence(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         split_pin(text)
     with pytest.raises(ConfigError, match=words):
@@ -42,7 +42,7 @@ def test_what_is_no_pin_is_one_sentence(text: str, words: str) -> None:
         AsyncPolarnodeClient(text)
 
 
-def test_a_pin_is_read_as_openssl_prints_it() -> None:
+def test_pin_in_openssl_format() -> None:
     printed = ":".join(["0F"] * 32)
     assert split_pin(f" https://a:1#{printed}\n") == ("https://a:1", PIN)
     assert split_pin("http://a:1/") == ("http://a:1/", "")
@@ -99,7 +99,7 @@ async def asked_every_way(url: str) -> list[object]:
     return found
 
 
-async def test_the_certificate_that_is_pinned_is_the_only_one_that_is_sent_anything(tmp_path: Path) -> None:
+async def test_only_pinned_certificate_gets_requests(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         assert await asked_every_way(f"{server.url}#{server.digest}") == [{"node": "n"}] * 3
         assert server.tokens == ["Bearer t"] * 3

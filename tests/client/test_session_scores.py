@@ -30,12 +30,12 @@ def held(**more: Any) -> HeldWeights:
         ("large", ChosenWeights(engine="large")),
     ],
 )
-def test_a_name_is_what_the_node_holds(name: str, chosen: ChosenWeights) -> None:
+def test_model_name_selects_weights(name: str, chosen: ChosenWeights) -> None:
     assert held().choose(name) == chosen
 
 
 @pytest.mark.parametrize("name", ["6", "lost", ""])
-def test_weights_that_are_not_held_are_refused_with_those_that_are(name: str) -> None:
+def test_unheld_weights_are_refused(name: str) -> None:
     with pytest.raises(Refused) as refused:
         held().choose(name)
     assert str(refused.value) == (
@@ -44,14 +44,14 @@ def test_weights_that_are_not_held_are_refused_with_those_that_are(name: str) ->
     )
 
 
-def test_a_node_without_weights_of_its_own_has_its_servers() -> None:
+def test_node_without_weights_uses_servers() -> None:
     bare = held(version="", adapters=AdaptersState())
     assert bare.choose("policy") == ChosenWeights(engine="policy")
     with pytest.raises(Refused, match=r"scores by weights without a name \(policy\), the teacher large"):
         bare.choose("")
 
 
-def test_a_long_session_is_sent_in_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_session_needs_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_to_score([make_turn(index, None, [1] * 8, [2, 3]) for index in range(5)])
     assert [len(part) for part in session_scores._requests(rows)] == [5]
     monkeypatch.setattr(session_scores, "MAX_ROWS", 2)

@@ -164,7 +164,7 @@ LAST = "Connection: close"
 # ── plain requests ────────────────────────────────────────────────────────────
 
 
-async def test_a_plain_request_is_written_anew() -> None:
+async def test_plain_request_is_rewritten() -> None:
     async with place() as here:
         hop = (
             "Proxy-Connection: keep-alive",
@@ -202,7 +202,7 @@ async def test_a_plain_request_is_written_anew() -> None:
     ],
     ids=lambda each: str(each),
 )
-async def test_an_answers_length_is_said_anew(path: str, body: bytes) -> None:
+async def test_answer_length_is_rewritten(path: str, body: bytes) -> None:
     async with place() as here:
         answer = await here.ask(get(f"http://site.example{path}", LAST))
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -210,7 +210,7 @@ async def test_an_answers_length_is_said_anew(path: str, body: bytes) -> None:
         assert pieces.replace(b"3\r\nabc\r\n2\r\nde\r\n", b"5\r\nabcde\r\n") == body
 
 
-async def test_a_body_goes_with_its_request() -> None:
+async def test_body_follows_its_request() -> None:
     async with place() as here:
         for framing in ("Content-Length: 9", "Transfer-Encoding: chunked"):
             body = (
@@ -228,7 +228,7 @@ async def test_a_body_goes_with_its_request() -> None:
         assert here.egress.figures()["sent_bytes"] == 18
 
 
-async def test_a_client_that_waits_to_be_told_to_go_on_is() -> None:
+async def test_expect_continue_is_answered() -> None:
     async with place() as here, await here.connect() as stream:
         await stream.send_all(
             get("http://site.example/echo", "Content-Length: 2", "Expect: 100-continue", LAST, method="POST")
@@ -239,7 +239,7 @@ async def test_a_client_that_waits_to_be_told_to_go_on_is() -> None:
         assert b"expect" not in here.told[0].lower()
 
 
-async def test_a_connection_is_asked_again_and_each_request_is_judged() -> None:
+async def test_each_request_on_connection_is_judged() -> None:
     async with place() as here:
         answer = await here.ask(
             get("http://site.example/")
@@ -257,14 +257,14 @@ async def test_a_connection_is_asked_again_and_each_request_is_judged() -> None:
     ("path", "begins"),
     [("/silent", b"HTTP/1.1 502 "), ("/garbage", b"HTTP/1.1 502 "), ("/split", b"HTTP/1.1 502 ")],
 )
-async def test_a_server_that_answers_no_http_is_said_so(path: str, begins: bytes) -> None:
+async def test_server_without_http_is_reported(path: str, begins: bytes) -> None:
     async with place() as here:
         answer = await here.ask(get(f"http://site.example{path}"))
         assert answer.startswith(begins)
         assert answer.endswith(b"polarnode: site.example port 80 gave no answer of HTTP\n")
 
 
-async def test_an_answer_that_was_cut_is_seen_to_be_cut() -> None:
+async def test_truncated_answer_is_visible() -> None:
     async with place() as here:
         answer = await here.ask(get("http://site.example/short"))
         assert answer.endswith(b"only this"), "a hundred bytes were promised, and the connection is over"
@@ -273,7 +273,7 @@ async def test_an_answer_that_was_cut_is_seen_to_be_cut() -> None:
 # ── tunnels ───────────────────────────────────────────────────────────────────
 
 
-async def test_a_tunnel_carries_bytes_untouched() -> None:
+async def test_tunnel_carries_bytes_untouched() -> None:
     async with place() as here, await here.connect() as stream:
         await stream.send_all(
             b"CONNECT site.example:443 HTTP/1.1\r\nHost: site.example:443\r\n\r\n"
@@ -291,7 +291,8 @@ async def test_a_tunnel_carries_bytes_untouched() -> None:
     )
 
 
-async def test_one_end_of_a_tunnel_may_stop_sending_first() -> None:
+async def test_tunnel_end_may_half_close() -> None:
+    """One end of a tunnel may stop sending first."""
     async with place() as here, await here.connect() as stream:
         await stream.send_all(b"CONNECT site.example:443 HTTP/1.1\r\nHost: x\r\n\r\n")
         await stream.receive_some(1000)
@@ -384,7 +385,7 @@ BY_NAME = "ask for NAME:PORT, by name and not by address"
     ],
     ids=lambda each: each[:60].decode("latin1") if isinstance(each, bytes) else None,
 )
-async def test_what_is_refused_is_told_why(raw: bytes, status: int, words: str) -> None:
+async def test_refusal_gives_its_reason(raw: bytes, status: int, words: str) -> None:
     async with place() as here:
         answer = await here.ask(raw)
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -397,7 +398,7 @@ async def test_what_is_refused_is_told_why(raw: bytes, status: int, words: str) 
 # ── names and the addresses they lead to ──────────────────────────────────────
 
 
-async def test_a_name_that_leads_to_private_addresses_is_refused() -> None:
+async def test_name_of_private_address_is_refused() -> None:
     async with place(networks=()) as here:
         for addresses in (
             ["127.0.0.1"],
@@ -416,7 +417,7 @@ async def test_a_name_that_leads_to_private_addresses_is_refused() -> None:
         assert here.egress.figures()["refused"] == {"private.example": 4}
 
 
-async def test_a_name_that_changes_its_mind_gains_nothing() -> None:
+async def test_changing_name_gains_nothing() -> None:
     """It is looked up once for each connection, and what was checked is what is connected to."""
     async with place(networks=[read_network("127.0.0.1/32")]) as here:
         here.world.addresses["twice.example"] = [["127.0.0.1"], ["127.0.0.2"]]
@@ -427,7 +428,7 @@ async def test_a_name_that_changes_its_mind_gains_nothing() -> None:
         assert (here.world.connected, here.world.looked_up) == ([("127.0.0.1", 80)], ["twice.example"] * 2)
 
 
-async def test_only_the_allowed_ones_of_several_addresses_are_tried() -> None:
+async def test_only_allowed_addresses_are_tried() -> None:
     async with place(networks=[read_network("127.0.0.1/32")]) as here:
         here.world.addresses["twice.example"] = [["10.0.0.1", "169.254.169.254", "127.0.0.1"]]
         assert (await here.ask(get("http://twice.example/", LAST, host="twice.example"))).startswith(
@@ -436,7 +437,7 @@ async def test_only_the_allowed_ones_of_several_addresses_are_tried() -> None:
         assert here.world.connected == [("127.0.0.1", 80)]
 
 
-async def test_names_that_lead_nowhere_are_said_so() -> None:
+async def test_unreachable_names_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         free = closed.getsockname()[1]
     async with place(ports=frozenset({80, free})) as here:
@@ -454,14 +455,14 @@ async def test_names_that_lead_nowhere_are_said_so() -> None:
         assert here.egress.figures()["failed"] == {"nowhere.example": 1, "dead.example": 1}
 
 
-async def test_the_machines_own_addresses_are_told_from_others() -> None:
+async def test_own_addresses_are_recognised() -> None:
     assert is_own("127.0.0.1")
     assert is_own("127.0.0.2")
     assert not is_own("192.0.2.1")
     assert not is_own("2001:db8::1")
 
 
-async def test_a_public_address_of_this_machine_is_refused() -> None:
+async def test_own_public_address_is_refused() -> None:
     """Its own doors may trust who comes from it, and need not be open to the world."""
     async with place(networks=()) as here:
         world = World(
@@ -479,7 +480,7 @@ async def test_a_public_address_of_this_machine_is_refused() -> None:
         assert here.world.connected == []
 
 
-async def test_the_machines_resolver_finds_its_own_name() -> None:
+async def test_resolver_finds_own_machine_name() -> None:
     found = await Resolver(trio.CapacityLimiter(1))("localhost", 80)
     assert set(found) <= {"127.0.0.1", "::1"}
     assert found
@@ -488,7 +489,7 @@ async def test_the_machines_resolver_finds_its_own_name() -> None:
 # ── bounds ────────────────────────────────────────────────────────────────────
 
 
-async def test_no_more_connections_are_taken_than_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more waits until another ends, and then it is answered."""
     async with place() as here:
         held = [await here.connect() for _ in range(proxy.CONNECTIONS)]
@@ -509,7 +510,7 @@ async def trickle(stream: trio.SocketStream, data: bytes) -> None:
         await trio.sleep(0.02)
 
 
-async def test_who_is_silent_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_client_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "HEAD_S", 0.2)
     monkeypatch.setattr(proxy, "IDLE_S", 0.3)
     async with place() as here:
@@ -522,7 +523,7 @@ async def test_who_is_silent_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await here.ask(get("http://site.example/", LAST))).endswith(b"hello")
 
 
-async def test_names_that_are_made_up_are_not_kept_apart_without_end() -> None:
+async def test_counts_of_refused_names_are_bounded() -> None:
     async with place() as here:
         for index in range(80):
             await here.ask(get(f"http://n{index}.example/", host=f"n{index}.example"))
@@ -534,7 +535,7 @@ async def test_names_that_are_made_up_are_not_kept_apart_without_end() -> None:
         assert (len(refused), refused["(others)"]) == (65, 18)
 
 
-async def test_nothing_is_left_when_it_ends() -> None:
+async def test_nothing_remains_after_close() -> None:
     """With connections in every state, the end takes no time and closes them all."""
     async with place() as here:
         idle, tunnel = await here.connect(), await here.connect()
@@ -547,7 +548,7 @@ async def test_nothing_is_left_when_it_ends() -> None:
         await here.connect()
 
 
-async def test_its_environment_is_for_every_kind_of_client() -> None:
+async def test_environment_suits_every_client() -> None:
     async with place() as here:
         url = f"http://127.0.0.1:{here.port}"
         env = here.egress.env

@@ -146,7 +146,7 @@ def test_any_bytes_are_read_or_refused(data: bytes) -> None:
         assert isinstance(read(request, RULES), ProxyDenial | TunnelRequest | Forward)
 
 
-def test_headers_of_a_connection_stay_in_it() -> None:
+def test_connection_headers_are_not_forwarded() -> None:
     names = [b"Connection", b"Keep-Alive", b"Proxy-Authenticate", b"TE", b"Trailer", b"Upgrade", b"X-Named"]
     headers = [(name, b"x-named") for name in names] + [
         (b"Set-Cookie", b"a=1"),

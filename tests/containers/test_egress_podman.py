@@ -61,7 +61,7 @@ async def curl(runtime: PodmanRuntime, egress: EgressProxy, *arguments: str) -> 
     return ended.exit_code, (ended.stdout + ended.stderr).decode()
 
 
-async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: NodeRuntimes, packages: int) -> None:
+async def test_only_listed_names_are_reached(runtimes: NodeRuntimes, packages: int) -> None:
     names = ["localhost", "private.example", "metadata.example", "rebound.example"]
     rules = evolve(egress_rules(names, ["127.0.0.0/8", "::1/128"]), ports=frozenset({packages, 80}))
     site = f"localhost:{packages}"
@@ -108,9 +108,7 @@ async def test_names_of_the_list_are_reached_and_nothing_else(runtimes: NodeRunt
         assert figures["failed"] == {}
 
 
-async def test_a_harness_that_only_reads_its_environment_gets_its_package(
-    runtimes: NodeRuntimes, packages: int
-) -> None:
+async def test_harness_installs_package_by_environment(runtimes: NodeRuntimes, packages: int) -> None:
     """As pip does it: Python's own library, and nothing told but the variables. The model's door is not asked
     for through the proxy.
     """
@@ -145,7 +143,7 @@ async def test_a_harness_that_only_reads_its_environment_gets_its_package(
         assert egress.figures()["allowed"] == {"pypi.packages.example": 1}
 
 
-async def test_two_containers_have_lists_of_their_own(runtimes: NodeRuntimes, packages: int) -> None:
+async def test_containers_have_separate_lists(runtimes: NodeRuntimes, packages: int) -> None:
     async with (
         runtimes.open(SMALL, session_id="egress-one", lifetime_s=LIFETIME_S) as one,
         runtimes.open(SMALL, session_id="egress-two", lifetime_s=LIFETIME_S) as two,

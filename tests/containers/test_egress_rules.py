@@ -35,7 +35,7 @@ NAMES = st.lists(LABELS, min_size=1, max_size=5).map(".".join)
         "xn--bcher-kva.python.example",
     ],
 )
-def test_names_of_the_list(host: str) -> None:
+def test_listed_names_are_allowed(host: str) -> None:
     assert RULES.refusal(host, 443) is None
     assert RULES.refusal(host, 80) is None
 
@@ -53,7 +53,7 @@ def test_names_of_the_list(host: str) -> None:
         "xn--pypi.example",
     ],
 )
-def test_other_names_are_refused_with_the_remedy(host: str) -> None:
+def test_other_names_are_refused_with_remedy(host: str) -> None:
     assert (
         RULES.refusal(host, 443)
         == f"{host} is not on this task's list (pypi.example, *.python.example): add it to runtime.egress,"
@@ -97,7 +97,7 @@ def test_other_names_are_refused_with_the_remedy(host: str) -> None:
         *("\u2170.example", "p\u0443pi.example", "a" * 64 + ".b", "a." * 127 + "b"),
     ],
 )
-def test_what_is_no_name_is_refused_whatever_the_list_says(host: str) -> None:
+def test_invalid_name_is_always_refused(host: str) -> None:
     refusal = EgressRules(names=("*",)).refusal(host, 443)
     assert refusal is not None
     assert "is no host's name: ask by name, not by address" in refusal
@@ -111,7 +111,7 @@ def test_other_ports_are_refused(port: int) -> None:
     )
 
 
-def test_a_long_list_is_not_told_whole() -> None:
+def test_long_list_is_shortened() -> None:
     refusal_text = egress_rules([f"n{index}.example" for index in range(100)], []).refusal(
         "other.example", 443
     )
@@ -229,11 +229,11 @@ def test_private_addresses_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", PUBLIC)
-def test_public_addresses_are_not(text: str) -> None:
+def test_public_addresses_are_allowed(text: str) -> None:
     assert EgressRules(names=("*",)).address_refusal(text) is None
 
 
-def test_networks_of_the_node_are_allowed() -> None:
+def test_configured_networks_are_allowed() -> None:
     for inside in ("10.1.2.3", "::ffff:10.1.2.3", "64:ff9b::a01:203", "fd12::1"):
         assert RULES.address_refusal(inside) is None
         assert RULES.in_networks(inside)
@@ -280,14 +280,14 @@ def test_only_the_global_block_of_ipv6_is_public(address: ipaddress.IPv6Address)
         )
 
 
-def test_what_is_no_address_is_refused() -> None:
+def test_invalid_address_is_refused() -> None:
     assert RULES.address_refusal("pypi.example") == "'pypi.example' is no address"
 
 
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
-def test_a_task_may_ask_for_what_its_node_allows() -> None:
+def test_task_may_use_allowed_names() -> None:
     allowed = ("pypi.example", "*.Python.example.")
     check_egress((), ())
     check_egress(
@@ -304,7 +304,7 @@ def test_a_task_may_ask_for_what_its_node_allows() -> None:
 
 
 @pytest.mark.parametrize("name", ["other.example", "*.pypi.example", "python.example", "*.example"])
-def test_a_task_that_asks_for_more_is_refused_with_the_setting(name: str) -> None:
+def test_forbidden_name_is_refused_with_setting(name: str) -> None:
     with pytest.raises(
         Refused,
         match=(
@@ -318,7 +318,7 @@ def test_a_task_that_asks_for_more_is_refused_with_the_setting(name: str) -> Non
 
 
 @pytest.mark.parametrize("text", ["10.1.0.0/33", "10.1.2.3/16", "example", "", "10.1.0.0-10.2.0.0"])
-def test_a_network_that_is_none_is_named_with_its_setting(text: str) -> None:
+def test_invalid_network_is_named_with_setting(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^egress_networks: .* is no network .*: write it as"):
         egress_rules([], [text])
 
@@ -335,7 +335,7 @@ def test_a_network_that_is_none_is_named_with_its_setting(text: str) -> None:
         "",
     ],
 )
-def test_a_nodes_names_are_names(name: str) -> None:
+def test_configured_names_are_checked(name: str) -> None:
     """One that is none would allow nothing, and nobody would know why."""
     if name.startswith("*") and not name.startswith("**"):
         assert read_config(flags={"egress": [name]}).egress == (name,)
@@ -350,7 +350,7 @@ def test_a_nodes_names_are_names(name: str) -> None:
             read_config(flags={"egress": [name]})
 
 
-def test_a_nodes_networks_are_networks() -> None:
+def test_configured_networks_are_checked() -> None:
     assert read_config(flags={"egress_networks": ["10.1.0.0/16", "fd00::/8"]}).egress_networks == (
         "10.1.0.0/16",
         "fd00::/8",

@@ -60,7 +60,7 @@ async def answer_once(listener: socket.socket) -> None:
         await stream.send_all(b"pong")
 
 
-async def test_a_client_inside_reaches_the_node(namespace: int) -> None:
+async def test_client_inside_reaches_node(namespace: int) -> None:
     listener = await open_model_endpoint(namespace)
     answers: list[str] = []
 
@@ -75,7 +75,7 @@ async def test_a_client_inside_reaches_the_node(namespace: int) -> None:
     assert answers == ["pong"]
 
 
-async def test_the_machine_itself_does_not_get_the_port(namespace: int) -> None:
+async def test_host_port_is_not_opened(namespace: int) -> None:
     with await open_model_endpoint(namespace) as first:
         assert first.getsockname() == (ENDPOINT_HOST, ENDPOINT_PORT)
         inode = os.fstat(first.fileno()).st_ino
@@ -84,14 +84,14 @@ async def test_the_machine_itself_does_not_get_the_port(namespace: int) -> None:
         assert f" {inode} " in inside
 
 
-async def test_it_is_closed_when_it_is_closed(namespace: int) -> None:
+async def test_closed_endpoint_refuses_connections(namespace: int) -> None:
     (await open_model_endpoint(namespace)).close()
     assert await trio.to_thread.run_sync(ask_inside, namespace) == ""
     with await open_model_endpoint(namespace) as again:
         assert again.fileno() > 0
 
 
-async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
+async def test_no_thread_stays_in_namespace(namespace: int) -> None:
     mine = os.stat("/proc/self/ns/net").st_ino
     with await open_model_endpoint(namespace):
         for _ in range(20):
@@ -104,12 +104,12 @@ async def test_no_thread_of_ours_stays_in_there(namespace: int) -> None:
     )
 
 
-async def test_a_slow_reader_is_cut_in_the_end(namespace: int) -> None:
+async def test_slow_reader_is_cut(namespace: int) -> None:
     with await open_model_endpoint(namespace) as listener:
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == inside.UNREAD_MS
 
 
-async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> None:
+async def test_missing_or_own_namespace_is_refused(namespace: int) -> None:
     os.kill(namespace, signal.SIGKILL)
     with pytest.raises(RuntimeFault, match="shares this machine's network"):
         await open_model_endpoint(os.getpid())
@@ -117,7 +117,7 @@ async def test_a_namespace_that_is_gone_or_ours_is_refused(namespace: int) -> No
         await open_model_endpoint(2**22 + 1)
 
 
-async def test_a_port_that_is_taken_is_refused(namespace: int) -> None:
+async def test_taken_port_is_refused(namespace: int) -> None:
     with await open_model_endpoint(namespace), pytest.raises(RuntimeFault, match="in use"):
         await open_model_endpoint(namespace)
 
@@ -133,7 +133,7 @@ def network(namespace: int) -> Iterator[int]:
     os.close(opened)
 
 
-async def test_another_listens_beside_it_in_the_same_namespace(namespace: int, network: int) -> None:
+async def test_second_endpoint_in_same_namespace(namespace: int, network: int) -> None:
     with await open_model_endpoint(namespace), await open_listener(network, EGRESS_PORT) as other:
         assert other.getsockname() == (ENDPOINT_HOST, EGRESS_PORT)
         assert not other.getblocking()
@@ -143,21 +143,21 @@ async def test_another_listens_beside_it_in_the_same_namespace(namespace: int, n
             await open_listener(network, ENDPOINT_PORT)
 
 
-async def test_it_is_in_that_namespace_though_its_process_is_gone(namespace: int, network: int) -> None:
+async def test_endpoint_opens_after_process_ended(namespace: int, network: int) -> None:
     """The id of a container's first process may be somebody else's by then."""
     os.kill(namespace, signal.SIGKILL)
     with await open_listener(network, EGRESS_PORT) as other:
         assert f" {os.fstat(other.fileno()).st_ino} " not in await trio.Path("/proc/self/net/tcp").read_text()
 
 
-async def test_there_is_none_in_this_machines_own() -> None:
+async def test_listener_in_own_namespace_is_refused() -> None:
     ours = os.open("/proc/self/ns/net", os.O_RDONLY)
     with pytest.raises(RuntimeFault, match="shares this machine's network"):
         await open_listener(ours, EGRESS_PORT)
     os.close(ours)
 
 
-async def test_no_descriptor_is_left_of_making_one(network: int) -> None:
+async def test_opening_leaves_no_descriptor(network: int) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
         (await open_listener(network, EGRESS_PORT)).close()

@@ -23,7 +23,7 @@ from polarnode.core.errors import ContentFault, RuntimeFault
         (errno.EDQUOT, True),
     ],
 )
-def test_who_answers_for_an_error(number: int, of_content: bool) -> None:
+def test_errors_are_content_or_machine_faults(number: int, of_content: bool) -> None:
     with pytest.raises(RuntimeFault, match=r"^writing /x: ") as caught, explained("writing /x"):
         raise OSError(number, os.strerror(number))
     assert isinstance(caught.value, ContentFault) == of_content

@@ -45,7 +45,7 @@ def write_recipe(folder: Path, name: str, *, toml: str = "", containerfile: str 
 # ── recipes ───────────────────────────────────────────────────────────────────
 
 
-def test_our_own_recipes_carry_the_harnesses_at_their_versions() -> None:
+def test_recipes_have_harness_versions() -> None:
     recipes = read_recipes(default_runtimes_dir())
     for harness in HARNESSES.values():
         if harness.version is None:
@@ -60,13 +60,13 @@ def test_our_own_recipes_carry_the_harnesses_at_their_versions() -> None:
     assert recipes.image("quay.example/own:1") == "quay.example/own:1"
 
 
-def test_no_recipe_holds_python_or_a_host() -> None:
+def test_recipes_contain_no_python_or_host() -> None:
     for path in default_runtimes_dir().rglob("*"):
         assert path.suffix != ".py"
         assert not path.is_file() or "http" not in path.read_text()
 
 
-def test_a_digest_covers_all_that_makes_an_image(tmp_path: Path) -> None:
+def test_digest_covers_all_image_inputs(tmp_path: Path) -> None:
     write_recipe(tmp_path, "below")
     write_recipe(tmp_path, "above", toml='base = "below"\n')
     first = read_recipes(tmp_path)
@@ -80,7 +80,7 @@ def test_a_digest_covers_all_that_makes_an_image(tmp_path: Path) -> None:
     assert second["above"] != _digests(first)["above"], "what stands on it is another too"
 
 
-def test_a_digest_leaves_out_what_python_writes_beside_an_installed_recipe(tmp_path: Path) -> None:
+def test_digest_ignores_python_cache_files(tmp_path: Path) -> None:
     write_recipe(tmp_path, "own")
     (tmp_path / "own" / "tool.py").write_text("")
     first = _digests(read_recipes(tmp_path))
@@ -89,9 +89,8 @@ def test_a_digest_leaves_out_what_python_writes_beside_an_installed_recipe(tmp_p
     assert _digests(read_recipes(tmp_path)) == first
 
 
-def test_our_own_recipes_are_inside_an_installed_package_or_beside_that_of_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipes_are_found_when_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our recipes are inside an installed package, or beside that of a checkout."""
     package = tmp_path / "polarnode"
     monkeypatch.setattr(recipes_module, "__file__", str(package / "containers" / "recipes.py"))
     with pytest.raises(
@@ -108,7 +107,7 @@ def _digests(recipes: ImageRecipes) -> dict[str, str]:
     return {name: recipe.digest for name, recipe in recipes.by_name.items()}
 
 
-def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
+def test_recipes_follow_their_bases_once(tmp_path: Path) -> None:
     write_recipe(tmp_path, "a", toml='base = "b"\n')
     write_recipe(tmp_path, "b", toml='base = "c"\n')
     write_recipe(tmp_path, "c", toml='aliases = ["see"]\n')
@@ -126,18 +125,19 @@ def test_each_recipe_comes_after_its_base_and_once(tmp_path: Path) -> None:
         ("harnesses = 3", "a/runtime.toml: "),
     ],
 )
-def test_a_bad_recipe_is_named(tmp_path: Path, toml: str, reported: str) -> None:
+def test_bad_recipe_is_named(tmp_path: Path, toml: str, reported: str) -> None:
     write_recipe(tmp_path, "a", toml=toml)
     with pytest.raises(ConfigError, match=reported):
         read_recipes(tmp_path)
 
 
-def test_a_folder_without_recipes_is_named(tmp_path: Path) -> None:
+def test_folder_without_recipes_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set runtimes_dir"):
         read_recipes(tmp_path)
 
 
-def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
+def test_archive_is_from_this_machine() -> None:
+    """The Debian archive is this machine's own, and no third party's."""
     reported = "http://a/debian/|bookworm|main\nhttp://b/x|nodistro|main\nhttp://a/debian/|bookworm-updates|main\nhttp://a/debian/|bookworm|main\n"
     assert archive_lines(reported, "bookworm") == [
         "deb http://a/debian/ bookworm main",
@@ -148,7 +148,7 @@ def test_the_archive_is_this_machines_own_and_no_third_partys() -> None:
 # ── a harness on top of a task's own image ────────────────────────────────────
 
 
-def test_a_harness_stands_on_a_tasks_image_by_its_own_recipes() -> None:
+def test_harness_recipes_extend_task_image() -> None:
     recipes = read_recipes(default_runtimes_dir())
     stages = recipes.stages(on_top_image("pi", "tasks/one:1"))
     assert [stage.recipe.name for stage in stages] == [
@@ -163,7 +163,7 @@ def test_a_harness_stands_on_a_tasks_image_by_its_own_recipes() -> None:
     assert IMAGE.fullmatch(on_top_image("pi", "tasks/one:1")) is None, "no task can ask for it by name"
 
 
-def test_a_session_starts_from_its_tasks_image_with_the_harness_on_top() -> None:
+def test_session_image_has_harness_on_top() -> None:
     identity = Identity(
         session_id="s",
         task_id="t",
@@ -187,7 +187,7 @@ def test_a_session_starts_from_its_tasks_image_with_the_harness_on_top() -> None
         assert order.runtime.image == image
 
 
-def test_images_of_harnesses_on_images_are_told_apart(tmp_path: Path) -> None:
+def test_harness_images_on_images_differ(tmp_path: Path) -> None:
     write_recipe(tmp_path, "below")
     write_recipe(tmp_path, "one", toml='base = "below"\n')
     write_recipe(tmp_path, "two", toml='base = "below"\n')
@@ -208,7 +208,7 @@ def test_images_of_harnesses_on_images_are_told_apart(tmp_path: Path) -> None:
     )
 
 
-def test_only_a_recipe_can_be_put_on_top() -> None:
+def test_only_recipe_can_be_on_top() -> None:
     with pytest.raises(Refused, match=r"quay\.example/x is no recipe") as refused:
         read_recipes(default_runtimes_dir()).stages(on_top_image("quay.example/x", "a:1"))
     assert refused.value.path == "$.runtime.add_harness"
@@ -244,7 +244,7 @@ def images_of(recipes_dir: Path, log: Path, reported: list[str]) -> Images:
 
 
 @pytest.mark.podman
-async def test_what_is_missing_is_built_once_and_again_when_it_changed(
+async def test_image_is_built_once_until_changed(
     recipes_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     log = tmp_path / "log" / "images.log"
@@ -285,9 +285,7 @@ async def _assert_made(recipes_dir: Path, content: bytes) -> None:
 
 
 @pytest.mark.podman
-async def test_a_build_that_fails_says_its_last_words(
-    recipes_dir: Path, tmp_path: Path, reported: list[str]
-) -> None:
+async def test_failed_build_shows_last_output(recipes_dir: Path, tmp_path: Path, reported: list[str]) -> None:
     write_recipe(
         recipes_dir,
         "broken",
@@ -301,9 +299,7 @@ async def test_a_build_that_fails_says_its_last_words(
 
 
 @pytest.mark.podman
-async def test_a_cancelled_build_ends_and_frees_the_lock(
-    recipes_dir: Path, tmp_path: Path, reported: list[str]
-) -> None:
+async def test_cancelled_build_frees_the_lock(recipes_dir: Path, tmp_path: Path, reported: list[str]) -> None:
     write_recipe(
         recipes_dir,
         "slow",
@@ -334,7 +330,7 @@ def _command(pid: str) -> str:
 
 
 @pytest.mark.podman
-async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, reported: list[str]) -> None:
+async def test_foreign_image_must_exist(podman: None, tmp_path: Path, reported: list[str]) -> None:
     images = Images(settings=settings(), log=tmp_path / "log", report=reported.append)
     with pytest.raises(
         Refused,
@@ -346,13 +342,13 @@ async def test_a_foreign_image_must_be_there(podman: None, tmp_path: Path, repor
 
 
 @pytest.mark.podman
-async def test_the_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
+async def test_bare_base_is_known_by_name(podman: None, tmp_path: Path) -> None:
     found = await tools(tmp_path / "log").output("images", "--format", "{{.Repository}}:{{.Tag}}")
     assert BUILT_BASE in found or "debian:" in found
 
 
 @pytest.mark.podman
-async def test_ensuring_what_is_there_is_quiet(podman: None, tmp_path: Path, reported: list[str]) -> None:
+async def test_ensuring_existing_image_is_quiet(podman: None, tmp_path: Path, reported: list[str]) -> None:
     await ensure_images(settings(), ["base", "agent"], log=tmp_path / "log", report=reported.append)
     assert reported == []
 
@@ -397,9 +393,8 @@ def onto_dir(recipes_dir: Path) -> Path:
 
 
 @pytest.mark.podman
-async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
-    podman: None, tmp_path: Path, reported: list[str]
-) -> None:
+async def test_task_folder_builds_once_by_content(podman: None, tmp_path: Path, reported: list[str]) -> None:
+    """A task's folder is built once, and its content gives the image its name."""
     build = environment(tmp_path / "environment", token_hex(4))
     await build_task_images(settings(), [build, build], log=tmp_path / "log", report=reported.append)
     await build_task_images(settings(), [build], log=tmp_path / "log", report=reported.append)
@@ -409,9 +404,7 @@ async def test_a_tasks_folder_is_built_once_and_what_it_holds_is_its_name(
 
 
 @pytest.mark.podman
-async def test_a_tasks_folder_that_does_not_build_says_why(
-    podman: None, tmp_path: Path, reported: list[str]
-) -> None:
+async def test_failed_task_folder_gives_reason(podman: None, tmp_path: Path, reported: list[str]) -> None:
     (tmp_path / "Dockerfile").write_text("FROM localhost/polarnode/base\nRUN echo the reason; exit 9\n")
     build = make_build(tmp_path, "Dockerfile", limit_s=600.0)
     with pytest.raises(RuntimeFault, match=r"(?s)failed with exit code 9, see .*the reason"):
@@ -423,7 +416,7 @@ async def test_a_tasks_folder_that_does_not_build_says_why(
 
 
 @pytest.mark.podman
-async def test_a_harness_is_put_on_a_tasks_image_once_and_again_when_that_changed(
+async def test_harness_layer_rebuilds_with_task_image(
     onto_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     build, log = environment(tmp_path / "environment", "first"), tmp_path / "log"
@@ -473,7 +466,7 @@ async def _assert_owned(own: RuntimesSettings, image: str, what: bytes) -> None:
 
 
 @pytest.mark.podman
-async def test_a_harness_on_an_image_that_is_not_there_is_refused(
+async def test_harness_on_missing_image_is_refused(
     onto_dir: Path, tmp_path: Path, reported: list[str]
 ) -> None:
     with pytest.raises(Refused, match="no image is called localhost/none/such"):
@@ -483,7 +476,7 @@ async def test_a_harness_on_an_image_that_is_not_there_is_refused(
 
 
 @pytest.mark.podman
-async def test_root_may_write_to_the_top_of_its_container_and_another_may_not(runtimes: NodeRuntimes) -> None:
+async def test_only_root_writes_container_top(runtimes: NodeRuntimes) -> None:
     """As in any other runtime: tasks that are run as root make folders there."""
     script = ["sh", "-c", "stat -c %a /; mkdir /made && echo made"]
     for user, reported in (("root", "755\nmade\n"), ("agent", "755\n")):

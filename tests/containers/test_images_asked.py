@@ -54,7 +54,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-async def test_one_question_a_name_and_few_at_once(tmp_path: Path, seen: list[Counted]) -> None:
+async def test_questions_are_shared_and_limited(tmp_path: Path, seen: list[Counted]) -> None:
+    """One question is asked for each name, and few at once."""
     there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     async with trio.open_nursery() as nursery:
         for _ in range(100):
@@ -67,9 +68,7 @@ async def test_one_question_a_name_and_few_at_once(tmp_path: Path, seen: list[Co
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-async def test_a_task_s_image_is_looked_for_once_and_again_when_it_may_have_come(
-    tmp_path: Path, seen: list[Counted]
-) -> None:
+async def test_task_image_lookup_is_cached(tmp_path: Path, seen: list[Counted]) -> None:
     """What a node asks before it takes a task, from many tasks at once."""
     there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     late, answers = f"localhost/late/{token_hex(4)}:latest", list[str | None]()
@@ -102,13 +101,13 @@ async def test_a_task_s_image_is_looked_for_once_and_again_when_it_may_have_come
 
 @pytest.mark.podman
 @pytest.mark.usefixtures("podman")
-async def test_a_fault_of_podman_refuses_no_task(tmp_path: Path) -> None:
+async def test_podman_fault_refuses_no_task(tmp_path: Path) -> None:
     """Exit code 125 is no answer; the session will say what the fault was."""
     there = Images(settings=settings(), log=tmp_path / "build.log", report=print)
     assert await there.refusal("localhost/UPPER case") is None
 
 
-async def test_the_step_of_a_build_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_build_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits for an image is told which one is built, and for how long already."""
     told: list[str] = []
     steps: list[str | None] = []

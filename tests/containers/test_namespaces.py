@@ -11,12 +11,12 @@ from polarnode.containers.inside import CLONE_FS, checked, in_own_thread, libc
 from polarnode.core.errors import Refused
 
 
-def test_what_the_work_gives_comes_out() -> None:
+def test_result_of_work_is_returned() -> None:
     assert in_own_thread(lambda: threading.current_thread() is threading.main_thread()) is False
 
 
 @pytest.mark.parametrize("error", [OSError(5, "no"), Refused("no")])
-def test_its_errors_come_out_as_they_are(error: Exception) -> None:
+def test_errors_are_raised_unchanged(error: Exception) -> None:
     def fails() -> None:
         raise error
 
@@ -25,7 +25,9 @@ def test_its_errors_come_out_as_they_are(error: Exception) -> None:
     assert caught.value is error
 
 
-def test_what_it_changes_of_itself_is_its_own() -> None:
+def test_process_changes_stay_inside() -> None:
+    """What the work changes of its own process stays in it."""
+
     def elsewhere() -> str:
         checked(libc.unshare(CLONE_FS), "unshare")
         os.chdir("/")
@@ -37,6 +39,6 @@ def test_what_it_changes_of_itself_is_its_own() -> None:
     assert os.getcwd() == here
 
 
-def test_a_call_that_failed_is_an_error_with_its_name() -> None:
+def test_failed_call_names_itself() -> None:
     with pytest.raises(OSError, match="setns"):
         checked(libc.setns(-1, 0), "setns")

@@ -82,7 +82,7 @@ async def test_files_folders_and_links_are_kept(box: Box, tmp_path: Path) -> Non
         assert report.read() == b"well"
 
 
-def test_any_tar_reads_it(box: Box, tmp_path: Path) -> None:
+def test_any_tar_reads_archive(box: Box, tmp_path: Path) -> None:
     names = [
         b"new\nline",
         b"\xff\xfe",
@@ -109,7 +109,7 @@ def test_any_tar_reads_it(box: Box, tmp_path: Path) -> None:
         assert len(archive.getnames()) == len(names) + 4
 
 
-async def test_what_is_left_out_is_said(box: Box) -> None:
+async def test_omissions_are_reported(box: Box) -> None:
     (box.work / "out").mkdir()
     os.mkfifo(box.work / "out" / "pipe")
     os.mknod(box.work / "out" / "device", stat.S_IFCHR | 0o600, os.makedev(1, 5))
@@ -130,7 +130,7 @@ async def test_what_is_left_out_is_said(box: Box) -> None:
 
 
 @pytest.mark.parametrize("path", ["link", "link/outside", "link/", "up/root/work/secret"])
-async def test_a_planted_link_leads_nowhere(box: Box, tmp_path: Path, path: str) -> None:
+async def test_planted_link_leads_nowhere(box: Box, tmp_path: Path, path: str) -> None:
     (box.work / "link").symlink_to(tmp_path)
     (box.work / "up").symlink_to("../..")
     await box.kept(path)
@@ -138,7 +138,7 @@ async def test_a_planted_link_leads_nowhere(box: Box, tmp_path: Path, path: str)
     assert b"outside" not in box.tar.read_bytes().replace(str(tmp_path).encode(), b"")
 
 
-async def test_a_bomb_is_left_out(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_bomb_is_left_out(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is what reading would give: a file of nothing but holes is as large as it says."""
     monkeypatch.setattr(files, "BYTES_LIMIT", 10_000)
     with (box.work / "bomb").open("wb") as file:
@@ -154,7 +154,7 @@ async def test_a_bomb_is_left_out(box: Box, monkeypatch: pytest.MonkeyPatch) -> 
     assert box.tar.stat().st_size < 20_000
 
 
-async def test_many_are_too_many(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_files_are_refused(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "ENTRIES_LIMIT", 20)
     for number in range(50):
         (box.work / f"{number}").mkdir()
@@ -164,7 +164,7 @@ async def test_many_are_too_many(box: Box, monkeypatch: pytest.MonkeyPatch) -> N
     assert "more than 20 files and folders" in kept.left_out[0]
 
 
-async def test_what_is_left_out_is_said_in_bounds(box: Box) -> None:
+async def test_omission_report_is_bounded(box: Box) -> None:
     for number in range(200):
         os.mkfifo(box.work / f"{number}")
     kept = await box.kept(".")
@@ -172,7 +172,7 @@ async def test_what_is_left_out_is_said_in_bounds(box: Box) -> None:
     assert kept.left_out[-1] == f"and {200 - files.NAMED_LIMIT} more"
 
 
-async def test_a_tree_without_end_is_cut(box: Box) -> None:
+async def test_endless_tree_is_cut(box: Box) -> None:
     script = "import os\nfor _ in range(3000):\n    os.mkdir('d'); os.chdir('d')\n"
     await trio.run_process(["python3", "-c", script], cwd=box.work)
     before = len(os.listdir("/proc/self/fd"))
@@ -182,14 +182,14 @@ async def test_a_tree_without_end_is_cut(box: Box) -> None:
     await trio.run_process(["rm", "-rf", str(box.work / "d")])
 
 
-async def test_named_twice_it_is_there_once(box: Box) -> None:
+async def test_path_named_twice_is_kept_once(box: Box) -> None:
     (box.work / "out").mkdir()
     (box.work / "out" / "a").write_text("x")
     await box.kept("out", "out/a", "out/", "./out")
     assert box.names() == ["out", "out/a"]
 
 
-async def test_the_workdir_itself_may_be_kept(box: Box) -> None:
+async def test_workdir_itself_may_be_kept(box: Box) -> None:
     (box.work / "a").write_text("x")
     await box.kept(".")
     assert box.names() == [".", "./a"]
@@ -204,7 +204,7 @@ async def test_ids_are_those_inside(box: Box) -> None:
     assert (found.uid, found.gid) == (1000, 1001)
 
 
-async def test_half_of_one_is_never_left(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_partial_archive_is_removed(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
     (box.work / "a").write_bytes(os.urandom(40 << 20))
     monkeypatch.setattr(files, "READ", 512)
     with trio.move_on_after(0.05) as scope:
@@ -217,7 +217,7 @@ async def test_half_of_one_is_never_left(box: Box, monkeypatch: pytest.MonkeyPat
         await box.kept("a")
 
 
-async def test_a_full_disk_is_a_fault_in_a_sentence(box: Box) -> None:
+async def test_full_disk_is_clear_fault(box: Box) -> None:
     box.tar.parent.mkdir()
     box.tar.with_name(f"{box.tar.name}.half").symlink_to("/dev/full")
     (box.work / "a").write_bytes(bytes(1 << 20))
@@ -228,7 +228,7 @@ async def test_a_full_disk_is_a_fault_in_a_sentence(box: Box) -> None:
     assert os.listdir(box.tar.parent) == []
 
 
-def test_where_they_are_kept(tmp_path: Path) -> None:
+def test_archive_path_of_session(tmp_path: Path) -> None:
     assert artifacts_path(tmp_path, "task-1-0") == tmp_path / "task-1-0.artifacts.tar"
 
 
@@ -244,7 +244,7 @@ printf '#!/bin/sh\\necho forged' > /tmp/tar; chmod +x /tmp/tar
 
 
 @pytest.mark.podman
-async def test_artifacts_of_a_hostile_agent(
+async def test_artifacts_of_hostile_agent(
     runtimes: NodeRuntimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It plants links, bombs and pipes, and moves a folder to and fro while the node walks."""

@@ -34,7 +34,7 @@ def cgroup_files(proc: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
+def test_cgroup_of_container_is_found(tmp_path: Path, layout: str) -> None:
     text, folder = LAYOUTS[layout]
     assert control_group_of(7, root=tmp_path, proc=cgroup_files(tmp_path / "proc", text)) == ControlGroup(
         tmp_path / folder
@@ -48,26 +48,28 @@ def test_the_group_of_a_container_is_found(tmp_path: Path, layout: str) -> None:
         ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
     ],
 )
-def test_what_the_kernel_ended_is_counted(tmp_path: Path, name: str, text: str) -> None:
+def test_out_of_memory_kills_are_counted(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     assert ControlGroup(tmp_path).oom_kills() == 3
 
 
-def test_an_old_kernel_counts_nothing_and_a_group_that_is_gone_neither(tmp_path: Path) -> None:
+def test_old_kernel_counts_nothing(tmp_path: Path) -> None:
+    """An old kernel counts nothing, and neither does a control group that is gone."""
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\n")
     assert ControlGroup(tmp_path).oom_kills() == 0
     gone = ControlGroup(tmp_path / "gone")
     assert (gone.oom_kills(), gone.processes()) == (0, [])
 
 
-def test_processes_in_groups_below_are_the_containers_too(tmp_path: Path) -> None:
+def test_nested_cgroup_processes_are_included(tmp_path: Path) -> None:
     (tmp_path / "container").mkdir()
     (tmp_path / "cgroup.procs").write_text("")
     (tmp_path / "container" / "cgroup.procs").write_text("12\n13\n")
     assert ControlGroup(tmp_path).processes() == [12, 13]
 
 
-def test_sockets_are_bounded_where_they_are_not_memory(tmp_path: Path) -> None:
+def test_socket_memory_limit_on_old_kernels(tmp_path: Path) -> None:
+    """Sockets are bounded where the kernel does not count them as memory."""
     ControlGroup(tmp_path).limit_sockets()
     assert list(tmp_path.iterdir()) == [], "version 2 counts them itself"
     (tmp_path / "memory.kmem.tcp.limit_in_bytes").write_text("9223372036854771712")
@@ -83,7 +85,7 @@ def test_sockets_are_bounded_where_they_are_not_memory(tmp_path: Path) -> None:
         (None, 0),
     ],
 )
-def test_memory_without_files_of_a_disk(tmp_path: Path, stat: str | None, held: int) -> None:
+def test_memory_excludes_disk_files(tmp_path: Path, stat: str | None, held: int) -> None:
     if stat is not None:
         (tmp_path / "memory.stat").write_text(stat)
     assert ControlGroup(tmp_path).memory_bytes() == held
@@ -97,7 +99,7 @@ def test_memory_without_files_of_a_disk(tmp_path: Path, stat: str | None, held: 
         (f"0::/c/{ID}\n", f"c/{ID}/cgroup.freeze", "1\n", "0"),
     ],
 )
-def test_frozen_group_is_thawed(tmp_path: Path, text: str, place: str, frozen: str, thawed: str) -> None:
+def test_frozen_cgroup_is_thawed(tmp_path: Path, text: str, place: str, frozen: str, thawed: str) -> None:
     proc = cgroup_files(tmp_path / "proc", text)
     assert freezer_file(7, root=tmp_path, proc=proc) is None
     (tmp_path / place).parent.mkdir(parents=True)
@@ -111,7 +113,7 @@ def test_frozen_group_is_thawed(tmp_path: Path, text: str, place: str, frozen: s
     assert not freezer.exists()
 
 
-def test_group_that_goes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroup_vanishes_while_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = errno.ENODEV  # as the kernel says of a group that was removed since it was opened
 
     def fails(_: Path) -> NoReturn:

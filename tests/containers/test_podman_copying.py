@@ -104,7 +104,7 @@ ODD_NAMES = [
 ]
 
 
-async def test_a_workspace_arrives_as_it_was_left(pair: Pair) -> None:
+async def test_workspace_arrives_unchanged(pair: Pair) -> None:
     work = pair.source
     for name in ODD_NAMES:
         write(work, name, b"content of " + name)
@@ -126,7 +126,8 @@ async def test_a_workspace_arrives_as_it_was_left(pair: Pair) -> None:
     assert listed(pair.target) == listed(pair.source)
 
 
-async def test_what_is_not_in_the_source_goes_and_what_changed_its_kind_changes(pair: Pair) -> None:
+async def test_target_matches_source_after_copy(pair: Pair) -> None:
+    """What is not in the source goes, and what changed its kind changes."""
     for name in ("test_that_failed.py", ".git", "-x", "a file", "a folder/below", "a link's place"):
         (pair.target / name).parent.mkdir(exist_ok=True)
         (pair.target / name).write_text("from the image")
@@ -141,7 +142,7 @@ async def test_what_is_not_in_the_source_goes_and_what_changed_its_kind_changes(
     assert not (pair.target.parent / "in").exists()
 
 
-async def test_second_names_stay_second_names(pair: Pair) -> None:
+async def test_hard_links_stay_hard_links(pair: Pair) -> None:
     (pair.source / "a").mkdir()
     (pair.source / "one").write_text("x")
     os.link(pair.source / "one", pair.source / "a" / "two")
@@ -154,7 +155,7 @@ async def test_second_names_stay_second_names(pair: Pair) -> None:
     assert made.size == 1
 
 
-async def test_holes_stay_holes_and_cost_nothing(pair: Pair) -> None:
+async def test_holes_stay_holes(pair: Pair) -> None:
     with (pair.source / "bomb").open("wb") as file:
         file.truncate(1 << 40)
         file.seek(1 << 39)
@@ -168,7 +169,7 @@ async def test_holes_stay_holes_and_cost_nothing(pair: Pair) -> None:
         assert file.read(14) == b"in the middle\0"
 
 
-async def test_what_is_no_file_is_left_out(pair: Pair) -> None:
+async def test_special_files_are_left_out(pair: Pair) -> None:
     os.mkfifo(pair.source / "pipe")
     os.mknod(pair.source / "device", stat.S_IFCHR | 0o600, os.makedev(1, 5))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -191,7 +192,7 @@ async def test_ids_are_those_inside(pair: Pair) -> None:
     assert found_stat == {".": 2_001_000, "roots": 2_000_000, "agents": 2_001_000, "nobodys": 2_065_534}
 
 
-async def test_what_both_have_of_one_image_is_not_copied_again(pair: Pair) -> None:
+async def test_shared_image_files_are_not_copied(pair: Pair) -> None:
     """The very file, by its number and a change time that nobody can set: here by a second name, as an
     overlay shows a lower file in both.
     """
@@ -206,7 +207,7 @@ async def test_what_both_have_of_one_image_is_not_copied_again(pair: Pair) -> No
     assert (pair.target / "same").stat().st_ino == before
 
 
-async def test_a_link_is_never_followed_on_either_side(pair: Pair, tmp_path: Path) -> None:
+async def test_links_are_never_followed(pair: Pair, tmp_path: Path) -> None:
     (pair.source / "out").symlink_to(tmp_path)
     (pair.target / "out").mkdir()
     (pair.target / "trap").symlink_to(tmp_path)
@@ -218,7 +219,7 @@ async def test_a_link_is_never_followed_on_either_side(pair: Pair, tmp_path: Pat
 
 
 @pytest.mark.parametrize("end", ["source", "target"])
-async def test_a_workdir_that_is_a_link_is_none(pair: Pair, tmp_path: Path, end: str) -> None:
+async def test_linked_workdir_is_refused(pair: Pair, tmp_path: Path, end: str) -> None:
     folder = tmp_path / end / "work"
     folder.rmdir()
     folder.symlink_to(tmp_path)
@@ -228,7 +229,7 @@ async def test_a_workdir_that_is_a_link_is_none(pair: Pair, tmp_path: Path, end:
         await pair.copied()
 
 
-async def test_too_much_is_refused_in_a_sentence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_copy_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (pair.source / "large").write_bytes(bytes(range(256)) * 16 * 1024)
     with pytest.raises(
         EvaluatorError, match="larger than 1 MB: evaluate it where it is, without fresh_runtime"
@@ -241,7 +242,7 @@ async def test_too_much_is_refused_in_a_sentence(pair: Pair, monkeypatch: pytest
         await pair.copied()
 
 
-async def test_too_deep_is_refused_in_a_sentence(pair: Pair) -> None:
+async def test_too_deep_tree_is_refused(pair: Pair) -> None:
     script = "import os\nfor _ in range(300):\n    os.mkdir('d' * 20); os.chdir('d' * 20)\n"
     await trio.run_process(["python3", "-c", script], cwd=pair.source)
     with pytest.raises(EvaluatorError, match="more than 200 folders deep"):
@@ -250,9 +251,7 @@ async def test_too_deep_is_refused_in_a_sentence(pair: Pair) -> None:
         await trio.run_process(["rm", "-rf", str(folder)])
 
 
-async def test_many_files_with_several_names_cost_bounded_memory(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_hard_links_use_bounded_memory(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "NAMES_LIMIT", 2)
     for number in range(5):
         (pair.source / f"{number}").write_text(f"{number}")
@@ -262,7 +261,7 @@ async def test_many_files_with_several_names_cost_bounded_memory(
     assert len(made._first_names) == 2
 
 
-async def test_a_budget_ends_it_in_the_middle(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancellation_stops_copy_midway(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "PIECE", 4096)
     (pair.source / "large").write_bytes(os.urandom(20 * MB))
     made = pair.copy()
@@ -346,7 +345,7 @@ LIST = "find . ! -type p -printf '%p %y %m %l %U %G %s %n %T@\\n' | sort; cat la
 
 
 @pytest.mark.podman
-async def test_a_large_workspace_goes_from_container_to_container(runtimes: NodeRuntimes) -> None:
+async def test_large_workspace_copies_between_containers(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(evolve(SMALL, disk_mb=1024), session_id="source", lifetime_s=LIFETIME_S) as source,
         runtimes.open(evolve(SMALL, disk_mb=1024), session_id="clean", lifetime_s=LIFETIME_S) as clean,
@@ -369,7 +368,7 @@ async def test_a_large_workspace_goes_from_container_to_container(runtimes: Node
 
 
 @pytest.mark.podman
-async def test_what_the_image_holds_is_not_copied(runtimes: NodeRuntimes) -> None:
+async def test_image_files_are_not_copied(runtimes: NodeRuntimes) -> None:
     """A workdir that is the image's own, with files of Podman's mounted in it: one is changed, one removed,
     one new, one as good as new.
     """
@@ -417,9 +416,7 @@ def shared() -> Iterator[Path]:
         ("/work", "echo x > new"),
     ],
 )
-async def test_a_volume_in_the_workspace_is_neither_copied_nor_emptied(
-    podman: None, shared: Path, target: str, script: str
-) -> None:
+async def test_volume_in_workspace_is_untouched(podman: None, shared: Path, target: str, script: str) -> None:
     """Not even where the agent moved the folders above it: the clean runtime has it mounted too, and what is
     surplus there is removed.
     """

@@ -71,9 +71,7 @@ def holding(path: Path, count: int) -> Iterator[int]:
         yield holder.pid
 
 
-async def test_who_holds_too_many_locks_is_ended_and_nobody_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_locks_end_only_their_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts them in no control group; they are searched for only while the machine has many."""
     monkeypatch.setattr(disk, "MAX_SESSION_LOCKS", 100)
     monkeypatch.setattr(disk, "LOCKS_S", 0.01)
@@ -100,7 +98,7 @@ async def test_who_holds_too_many_locks_is_ended_and_nobody_else(
 # ── measuring ─────────────────────────────────────────────────────────────────
 
 
-async def test_what_counts_is_what_is_on_disk(tmp_path: Path) -> None:
+async def test_usage_counts_bytes_on_disk(tmp_path: Path) -> None:
     layer = layer_at(tmp_path)
     empty = await used_bytes(layer)
     assert empty is not None
@@ -112,7 +110,7 @@ async def test_what_counts_is_what_is_on_disk(tmp_path: Path) -> None:
     assert await used_bytes(layer) == pytest.approx(empty + MB, abs=64 * 1024)
 
 
-async def test_a_tree_that_is_too_deep_for_a_path_is_measured(tmp_path: Path) -> None:
+async def test_overlong_paths_are_measured(tmp_path: Path) -> None:
     layer = layer_at(tmp_path)
     script = (
         "import os\nfor _ in range(600):\n    os.mkdir('d' * 20); os.chdir('d' * 20)\nopen('hidden',"
@@ -125,13 +123,13 @@ async def test_a_tree_that_is_too_deep_for_a_path_is_measured(tmp_path: Path) ->
     await trio.run_process(["rm", "-rf", str(layer.folder)])
 
 
-async def test_a_container_that_is_gone_uses_nothing(tmp_path: Path) -> None:
+async def test_missing_container_uses_nothing(tmp_path: Path) -> None:
     layer = layer_at(tmp_path)
     layer.folder.rmdir()
     assert await used_bytes(layer) is None
 
 
-def test_files_without_a_name_are_found_while_they_are_open(tmp_path: Path) -> None:
+def test_deleted_open_files_are_counted(tmp_path: Path) -> None:
     layer = layer_at(tmp_path, os.getpid(), 2**22 + 1)
     path = layer.folder / "hidden"
     with path.open("w+b") as file:
@@ -165,7 +163,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, name, value)
 
 
-async def test_one_that_writes_too_much_is_ended_and_says_so(tmp_path: Path, quick: None) -> None:
+async def test_excess_writer_is_ended_and_told(tmp_path: Path, quick: None) -> None:
     ended: list[str] = []
     large, small = written_to(tmp_path / "large", ended), written_to(tmp_path / "small", ended)
     watch = DiskWatch(store=tmp_path, reserve=0)
@@ -189,7 +187,7 @@ async def test_one_that_writes_too_much_is_ended_and_says_so(tmp_path: Path, qui
     assert watch.ended == 2
 
 
-async def test_nothing_is_measured_while_the_disk_stands_still(
+async def test_idle_disk_is_not_measured(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"content": 100 * MB, "files": 10 * MB}
@@ -211,7 +209,7 @@ async def test_nothing_is_measured_while_the_disk_stands_still(
         await until(lambda: each.measured > 4)
 
 
-async def test_one_slow_measurement_holds_up_no_other(
+async def test_slow_measurement_delays_no_other(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow(layer: WritableLayer) -> int | None:
@@ -229,9 +227,10 @@ async def test_one_slow_measurement_holds_up_no_other(
     assert slow_one.measured == 0
 
 
-async def test_a_full_disk_ends_the_largest_and_then_waits_for_it_to_go(
+async def test_full_disk_ends_largest_first(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A full disk ends the largest container, and then waits for it to go."""
     free, ended = [100 * MB], list[str]()
     monkeypatch.setattr(disk, "disk_space_at", lambda folder: DiskSpace(content=free[0], files=1000 * MB))
     watch, each = DiskWatch(store=tmp_path, reserve=80 * MB), []
@@ -257,7 +256,7 @@ async def test_a_full_disk_ends_the_largest_and_then_waits_for_it_to_go(
     assert each[2].for_room, "the machine's fault, so that the session is tried again"
 
 
-async def test_who_fills_a_disk_is_ended_for_it(
+async def test_fast_disk_filler_is_ended(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faster than it is measured: neither the machine's fault nor that of who wrote the most before."""
@@ -279,7 +278,7 @@ async def test_who_fills_a_disk_is_ended_for_it(
     assert (honest.because, honest.for_room) == (None, False)
 
 
-async def test_a_test_has_room_of_its_own(tmp_path: Path, quick: None) -> None:
+async def test_test_has_own_disk_room(tmp_path: Path, quick: None) -> None:
     """Where a session wrote all that it may, its test is not ended for that."""
     ended: list[str] = []
     one, watch = written_to(tmp_path / "one", ended, limit_mb=4), DiskWatch(store=tmp_path, reserve=0)
@@ -295,7 +294,7 @@ async def test_a_test_has_room_of_its_own(tmp_path: Path, quick: None) -> None:
         await until(lambda: bool(ended))
 
 
-async def test_what_the_node_writes_itself_is_not_the_sessions(tmp_path: Path, quick: None) -> None:
+async def test_node_writes_are_not_counted(tmp_path: Path, quick: None) -> None:
     """A workspace of a session that wrote too much is copied to its judge, which wrote nothing."""
     ended: list[str] = []
     judge, watch = written_to(tmp_path / "judge", ended, limit_mb=2), DiskWatch(store=tmp_path, reserve=0)
@@ -314,7 +313,7 @@ async def test_what_the_node_writes_itself_is_not_the_sessions(tmp_path: Path, q
         await until(lambda: bool(ended))
 
 
-async def test_who_leaves_while_it_is_measured_is_forgotten(
+async def test_container_leaving_during_measurement_is_forgotten(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, ended = DiskWatch(store=tmp_path, reserve=0), list[str]()
@@ -336,7 +335,7 @@ async def test_who_leaves_while_it_is_measured_is_forgotten(
     assert ended == []
 
 
-def test_the_room_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_room_is_of_the_folder(tmp_path: Path) -> None:
     figures = subprocess.run(
         ["stat", "-f", "-c", "%f %S %d", str(tmp_path)], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -345,7 +344,7 @@ def test_the_room_is_that_of_the_folder(tmp_path: Path) -> None:
     assert room.files == pytest.approx(int(figures[2]) * 4096, rel=0.05)
 
 
-def test_a_disk_without_room_for_files_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_inodes_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = os.statvfs(tmp_path)
     content = figures.f_bfree * figures.f_frsize
     # 0 where they are made as they are needed
@@ -369,7 +368,7 @@ def test_a_disk_without_room_for_files_is_full(tmp_path: Path, monkeypatch: pyte
         monkeypatch.undo()
 
 
-def test_what_is_written_moves_the_room_wherever_there_is_less_of() -> None:
+def test_either_shortage_changes_room() -> None:
     """On a disk with few places for files the free bytes must still be looked at, and the other way round."""
     before = DiskSpace(content=100 << 30, files=1 << 30)
     assert evolve(before, content=99 << 30).moved(before)
@@ -387,7 +386,7 @@ async def test_empty_files_count_too(tmp_path: Path) -> None:
     assert measured >= 1000 * 4096
 
 
-async def test_a_machine_without_a_process_to_spare_goes_on(
+async def test_process_shortage_stops_no_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def none_left(argv: list[str], **more: object) -> None:
@@ -428,7 +427,7 @@ async def _ended_for_its_disk(runtime: PodmanRuntime, argv: list[str]) -> bytes:
 
 
 @pytest.mark.podman
-async def test_a_disk_filler_is_ended(runtimes: NodeRuntimes) -> None:
+async def test_disk_filler_is_ended(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(SPEC, session_id="filler", lifetime_s=LIFETIME_S) as filler,
         runtimes.open(SPEC, session_id="neighbour", lifetime_s=LIFETIME_S) as neighbour,
@@ -444,7 +443,7 @@ async def test_a_disk_filler_is_ended(runtimes: NodeRuntimes) -> None:
 
 
 @pytest.mark.podman
-async def test_two_large_files_are_one_too_many(runtimes: NodeRuntimes) -> None:
+async def test_two_large_files_exceed_limit(runtimes: NodeRuntimes) -> None:
     """No file is beyond the limit, few are made, and then nothing happens any more."""
     async with runtimes.open(SPEC, session_id="two", lifetime_s=LIFETIME_S) as runtime:
         await _ended_for_its_disk(
@@ -454,13 +453,13 @@ async def test_two_large_files_are_one_too_many(runtimes: NodeRuntimes) -> None:
 
 
 @pytest.mark.podman
-async def test_files_nobody_can_list_are_counted(runtimes: NodeRuntimes) -> None:
+async def test_unlistable_files_are_counted(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SPEC, session_id="hidden", lifetime_s=LIFETIME_S) as runtime:
         assert await _ended_for_its_disk(runtime, ["python3", "-c", UNLINKED]) == b"[]\n"
 
 
 @pytest.mark.podman
-async def test_no_file_outgrows_the_limit_holes_included(runtimes: NodeRuntimes) -> None:
+async def test_file_size_limit_includes_holes(runtimes: NodeRuntimes) -> None:
     """The kernel refuses at the first byte too many, so a bomb of nothing but holes is none."""
     async with runtimes.open(SPEC, session_id="bomb", lifetime_s=LIFETIME_S) as runtime:
         for user in ("agent", "root"):

@@ -73,7 +73,7 @@ async def serve(runtime: PodmanRuntime, seen: list[bytes]) -> None:
     await trio.serve_listeners(answer, [listener])
 
 
-async def test_each_container_has_its_own_door(runtimes: NodeRuntimes) -> None:
+async def test_each_container_has_own_endpoint(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(SMALL, session_id="one", lifetime_s=LIFETIME_S) as one,
         runtimes.open(SMALL, session_id="two", lifetime_s=LIFETIME_S) as two,
@@ -102,7 +102,7 @@ async def test_nothing_else_can_be_reached(runtimes: NodeRuntimes, service_of_th
             assert len(printed) == 11
 
 
-async def test_the_machine_is_not_described_inside(runtimes: NodeRuntimes) -> None:
+async def test_host_is_not_described_inside(runtimes: NodeRuntimes) -> None:
     import socket
 
     async with runtimes.open(SMALL, session_id="names", lifetime_s=LIFETIME_S) as runtime:
@@ -115,7 +115,7 @@ async def test_the_machine_is_not_described_inside(runtimes: NodeRuntimes) -> No
         assert (await runtime.run(["getent", "hosts", "localhost"])).exit_code == 0
 
 
-async def test_a_closed_door_refuses(runtimes: NodeRuntimes) -> None:
+async def test_closed_endpoint_refuses_connections(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="closed", lifetime_s=LIFETIME_S) as runtime:
         runtime.endpoint.close()
         ended = await runtime.run(["python3", "-c", GET])

@@ -43,7 +43,7 @@ async def running(runtime: PodmanRuntime) -> list[str]:
     return printed
 
 
-async def test_exit_codes_are_the_programs_own(runtimes: NodeRuntimes) -> None:
+async def test_exit_codes_are_of_program(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="codes", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/not-executable": b"#!/bin/sh\n"})
         for argv, code in CODES:
@@ -54,7 +54,8 @@ async def test_exit_codes_are_the_programs_own(runtimes: NodeRuntimes) -> None:
         assert (await runtime.run(["true"], env={"LONG": "x" * 200_000})).exit_code != 0
 
 
-async def test_a_hundred_megabytes_go_in_as_fast_as_they_are_read(runtimes: NodeRuntimes) -> None:
+async def test_large_stdin_is_fed_at_speed(runtimes: NodeRuntimes) -> None:
+    """A hundred megabytes go in as fast as they are read."""
     data = os.urandom(1 << 20) * 100
     async with runtimes.open(SMALL, session_id="stdin", lifetime_s=LIFETIME_S) as runtime:
         slowly = "head -c 1000 >/dev/null; sleep 1; wc -c"
@@ -64,9 +65,7 @@ async def test_a_hundred_megabytes_go_in_as_fast_as_they_are_read(runtimes: Node
         )
 
 
-async def test_a_flood_of_output_costs_no_memory_and_is_stopped(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_output_flood_is_stopped(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     log = tmp_path / "flood.log"
     async with runtimes.open(SMALL, session_id="flood", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["true"])
@@ -85,7 +84,7 @@ async def test_a_flood_of_output_costs_no_memory_and_is_stopped(
         assert await running(runtime) == []
 
 
-async def test_a_deadline_is_the_callers_and_term_comes_before_kill(runtimes: NodeRuntimes) -> None:
+async def test_deadline_sends_term_before_kill(runtimes: NodeRuntimes) -> None:
     """`run` ends the program it started; what that left behind is ended by `end_processes`."""
     stubborn = (
         "trap 'echo asked >> /work/asked' TERM; (setsid sh -c 'touch /work/up; exec sleep 1000' &); while :;"
@@ -99,7 +98,7 @@ async def test_a_deadline_is_the_callers_and_term_comes_before_kill(runtimes: No
         assert await running(runtime) == []
 
 
-async def test_daemons_of_daemons_end_with_the_rest(runtimes: NodeRuntimes) -> None:
+async def test_nested_daemons_end_too(runtimes: NodeRuntimes) -> None:
     daemon = (
         "import os, time\nfor _ in range(20):\n    if os.fork():\n        os._exit(0)\n   "
         " os.setsid()\ntime.sleep(1000)"
@@ -112,7 +111,7 @@ async def test_daemons_of_daemons_end_with_the_rest(runtimes: NodeRuntimes) -> N
 
 
 @pytest.mark.parametrize("fed", [b"", bytes(40 << 20)], ids=["reading", "being fed"])
-async def test_the_service_dies_in_the_middle(runtimes: NodeRuntimes, fed: bytes) -> None:
+async def test_service_dies_during_program(runtimes: NodeRuntimes, fed: bytes) -> None:
     """Whoever waits hears of it, whatever the exit code: the output has no end, and neither may what was
     fed. The program is ended with the rest, and the container goes on.
     """
@@ -134,7 +133,7 @@ async def test_the_service_dies_in_the_middle(runtimes: NodeRuntimes, fed: bytes
 
 
 @kept_limits
-async def test_memory_that_is_spent_is_told(runtimes: NodeRuntimes) -> None:
+async def test_memory_exhaustion_is_reported(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="oom", lifetime_s=LIFETIME_S) as runtime:
         assert runtime.oom_kills() == 0
         assert (await runtime.run(["python3", "-c", "x = bytearray(400 << 20)"])).exit_code == 137
@@ -152,7 +151,7 @@ def monitor_of(pid: int) -> int:
     return parent
 
 
-async def test_a_program_whose_monitor_is_killed_is_the_machines_fault(runtimes: NodeRuntimes) -> None:
+async def test_killed_monitor_is_machine_fault(runtimes: NodeRuntimes) -> None:
     """Its exit code is lost, so nothing is held against it; it is ended, and the container goes on."""
     async with runtimes.open(SMALL, session_id="monitor", lifetime_s=LIFETIME_S) as runtime:
         faults: list[RuntimeFault] = []
@@ -182,14 +181,14 @@ os.execv("/bin/sh", ["sh", "-c", "sleep 1000 & exit 7"])
 """
 
 
-async def test_no_program_asks_to_be_traced(runtimes: NodeRuntimes) -> None:
+async def test_no_program_asks_for_tracing(runtimes: NodeRuntimes) -> None:
     """Where it could, its monitor would take its first stop for its end."""
     async with runtimes.open(SMALL, session_id="traced", lifetime_s=LIFETIME_S) as runtime:
         ended = await runtime.run(["python3", "-c", TRACED])
         assert (ended.exit_code, ended.stdout) == (7, f"-1 {errno.EPERM}\n".encode())
 
 
-async def test_a_traced_program_loses_its_own_code(runtimes: NodeRuntimes) -> None:
+async def test_traced_program_loses_exit_code(runtimes: NodeRuntimes) -> None:
     """Where the task lets it, that is the program's own doing, and no fault of the machine."""
     spec = evolve(SMALL, ptrace=True)
     async with runtimes.open(spec, session_id="traced", lifetime_s=LIFETIME_S) as runtime:
@@ -199,7 +198,7 @@ async def test_a_traced_program_loses_its_own_code(runtimes: NodeRuntimes) -> No
         assert (await runtime.run(["sh", "-c", "exit 7"])).exit_code == 7
 
 
-async def test_a_container_whose_monitor_is_killed_serves_its_session_to_the_end(
+async def test_container_survives_its_killed_monitor(
     runtimes: NodeRuntimes,
 ) -> None:
     async with runtimes.open(SMALL, session_id="monitor", lifetime_s=LIFETIME_S) as runtime:

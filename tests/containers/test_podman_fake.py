@@ -9,13 +9,13 @@ from polarnode.core.task import RuntimeSpec
 
 
 @pytest.mark.parametrize("assertions", CONTRACT, ids=lambda each: each.__name__.removeprefix("contract_"))
-async def test_the_fake_keeps_the_contract(assertions) -> None:  # type: ignore[no-untyped-def]
+async def test_fake_keeps_runtime_contract(assertions) -> None:  # type: ignore[no-untyped-def]
     runtime = MemoryRuntime()
     await assertions(runtime)
     await runtime.close()
 
 
-async def test_the_fake_is_a_runtime_and_can_be_given_programs() -> None:
+async def test_fake_runs_given_programs() -> None:
     def harness(call: Call) -> int:
         call.stdout += call.env["KEY"].encode()
         return 7
@@ -32,7 +32,7 @@ async def test_the_fake_is_a_runtime_and_can_be_given_programs() -> None:
     assert KILLED == 137
 
 
-async def test_openings_can_be_made_to_fail() -> None:
+async def test_fake_openings_can_fail() -> None:
     runtimes = MemoryRuntimes(faults=[RuntimeFault("no")])
     with pytest.raises(RuntimeFault, match="no"):
         async with runtimes.open(RuntimeSpec(), session_id="s", lifetime_s=1.0):

@@ -38,7 +38,7 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root: Path) -> None:
+def test_file_written_with_folders_and_mode(files: ContainerFiles, root: Path) -> None:
     files.write("/work/a/b.sh", b"one", ME, 0o750)
     assert (root / "work/a/b.sh").read_bytes() == b"one"
     assert stat.S_IMODE((root / "work/a/b.sh").stat().st_mode) == 0o750
@@ -49,14 +49,14 @@ def test_a_file_is_written_with_its_folders_and_mode(files: ContainerFiles, root
 
 
 @pytest.mark.parametrize(("mode", "after"), [(0o700, 0o700), (0o2770, 0o2770), (0, 0o700), (0o555, 0o755)])
-def test_a_folder_is_opened_for_its_owner(files: ContainerFiles, root: Path, mode: int, after: int) -> None:
+def test_folder_is_opened_for_owner(files: ContainerFiles, root: Path, mode: int, after: int) -> None:
     (root / "work").mkdir()
     (root / "work").chmod(mode)
     files.open_to_owner("/work", ME)
     assert stat.S_IMODE((root / "work").stat().st_mode) == after
 
 
-def test_a_folder_takes_the_place_of_a_file(files: ContainerFiles, root: Path) -> None:
+def test_folder_replaces_a_file(files: ContainerFiles, root: Path) -> None:
     (root / "work").write_text("file")
     files.open_to_owner("/work", ME)
     files.open_to_owner("/deep/in/there", ME)
@@ -71,7 +71,7 @@ def test_a_folder_takes_the_place_of_a_file(files: ContainerFiles, root: Path) -
 MADE = 1_600_000_000
 
 
-def test_placed_files_have_a_given_time_and_change_no_other(files: ContainerFiles, root: Path) -> None:
+def test_placed_files_have_given_time(files: ContainerFiles, root: Path) -> None:
     (root / "work").mkdir()
     os.utime(root / "work", (MADE - 7, MADE - 7))
     files.prepare_root(MADE)
@@ -91,9 +91,7 @@ def test_placed_files_have_a_given_time_and_change_no_other(files: ContainerFile
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_name_is_taken_out_of_hosts_and_nothing_else(
-    files: ContainerFiles, root: Path, linked: bool
-) -> None:
+def test_host_name_is_removed_alone(files: ContainerFiles, root: Path, linked: bool) -> None:
     place = root / "etc" / ("real" if linked else "hosts")
     if linked:
         (root / "etc/hosts").symlink_to("/etc/real")
@@ -106,7 +104,7 @@ def test_a_name_is_taken_out_of_hosts_and_nothing_else(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-def test_ids_are_moved_by_the_namespaces_shift(root: Path) -> None:
+def test_ids_are_shifted_by_namespace(root: Path) -> None:
     opened = os.open(root, os.O_PATH | os.O_DIRECTORY)
     ContainerFiles(root=opened, shift=100_000).write(
         "/new/file", b"", Account(uid=1000, gid=1001, home="/"), 0o644
@@ -116,7 +114,7 @@ def test_ids_are_moved_by_the_namespaces_shift(root: Path) -> None:
         assert (path.stat().st_uid, path.stat().st_gid) == (101_000, 101_001)
 
 
-def test_a_second_name_of_a_file_is_not_written_through(files: ContainerFiles, root: Path) -> None:
+def test_hard_link_is_not_written_through(files: ContainerFiles, root: Path) -> None:
     (root / "work").mkdir()
     os.link(root / "etc/passwd", root / "work/mine")
     files.write("/work/mine", b"new", ME, 0o644)
@@ -128,7 +126,7 @@ LINKS = ["../outside", "/etc/passwd", "loop", "/proc/self/cwd"]
 
 
 @pytest.mark.parametrize("target", LINKS)
-def test_links_are_neither_read_nor_written(files: ContainerFiles, root: Path, target: str) -> None:
+def test_links_are_not_followed(files: ContainerFiles, root: Path, target: str) -> None:
     (root / "loop").symlink_to(target)
     assert files.read("/loop", 100) is None
     assert files.read("/loop/passwd", 100) is None
@@ -148,7 +146,8 @@ def test_odd_paths_are_refused(files: ContainerFiles, path: str) -> None:
         files.write(path, b"x", ME, 0o644)
 
 
-def test_reading_is_bounded_and_of_plain_files_alone(files: ContainerFiles, root: Path) -> None:
+def test_only_plain_files_are_read(files: ContainerFiles, root: Path) -> None:
+    """Reading is bounded, and of plain files alone."""
     (root / "large").write_bytes(b"x" * 5000)
     os.mkfifo(root / "pipe")
     assert files.read("/large", 10) == b"x" * 10
@@ -189,16 +188,16 @@ def test_no_descriptor_stays_open(files: ContainerFiles, root: Path) -> None:
         ("bare", Account(uid=7, gid=7, home="/")),
     ],
 )
-def test_users_are_found_by_name_and_number(files: ContainerFiles, user: str, expected: Account) -> None:
+def test_users_by_name_and_number(files: ContainerFiles, user: str, expected: Account) -> None:
     assert files.account(user) == expected
 
 
-def test_an_unknown_user_is_refused_with_those_there_are(files: ContainerFiles) -> None:
+def test_unknown_user_lists_known_users(files: ContainerFiles) -> None:
     with pytest.raises(RuntimeFault, match="no user ghost: name one of root, agent, bare"):
         files.account("ghost")
 
 
-def test_podman_is_not_let_near_accounts_that_are_no_plain_files(files: ContainerFiles, root: Path) -> None:
+def test_irregular_account_files_are_refused(files: ContainerFiles, root: Path) -> None:
     assert files.account_obstacle() is None, "an image may have no groups"
     group = root / "etc/group"
     group.write_text("agent:x:1001:\n")

@@ -51,9 +51,8 @@ async def comes_to(runtime: PodmanRuntime, least: int) -> None:
 
 
 @kept_limits
-async def test_a_frozen_program_stands_still_and_goes_on_with_what_it_was_sent(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_frozen_program_continues_with_input(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+    """A frozen program stands still, and goes on with what it was sent."""
     async with runtimes.open(SMALL, session_id="frozen", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/counts.py": COUNTS.encode()})
         python = (await runtime.run(["sh", "-c", "command -v python3 || true"])).stdout.decode().strip()
@@ -103,16 +102,14 @@ async def accepted(endpoint: socket.socket) -> socket.socket:
             await trio.sleep(0.02)
 
 
-async def test_what_runs_a_program_in_a_frozen_container_thaws_it(runtimes: NodeRuntimes) -> None:
+async def test_running_program_thaws_container(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="exec", lifetime_s=LIFETIME_S) as runtime:
         await runtime.freeze()
         assert (await runtime.run(["echo", "up"])).stdout == b"up\n"
         assert not runtime.frozen
 
 
-async def test_a_cancelled_program_gets_its_signal_though_it_was_frozen(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_cancelled_frozen_program_gets_signal(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     async with runtimes.open(SMALL, session_id="cancel", lifetime_s=LIFETIME_S) as runtime:
 
         async def harness() -> None:
@@ -132,7 +129,8 @@ async def test_a_cancelled_program_gets_its_signal_though_it_was_frozen(
         assert not runtime.frozen, "what is being ended is not frozen again"
 
 
-async def test_frozen_programs_are_ended_by_the_session_and_by_the_disk_watch(runtimes: NodeRuntimes) -> None:
+async def test_frozen_programs_can_be_ended(runtimes: NodeRuntimes) -> None:
+    """Frozen programs are ended by the session and by the disk watch."""
     for end in ("session", "disk"):
         async with runtimes.open(SMALL, session_id=end, lifetime_s=LIFETIME_S) as runtime:
             await runtime.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 &"])
@@ -143,7 +141,7 @@ async def test_frozen_programs_are_ended_by_the_session_and_by_the_disk_watch(ru
             assert (await runtime.run(["true"])).exit_code == 0
 
 
-async def test_a_frozen_container_is_removed(runtimes: NodeRuntimes) -> None:
+async def test_frozen_container_is_removed(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="closed", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", "sleep 600 >/dev/null 2>&1 &"])
         await runtime.freeze()
@@ -169,7 +167,7 @@ trio.run(main)
 """
 
 
-async def test_what_a_killed_node_froze_is_removed_by_the_next_one(podman: None) -> None:
+async def test_next_node_removes_frozen_leftovers(podman: None) -> None:
     with other_node(NODE) as (_, line):
         assert line == "frozen\n"
     assert len(sleeping()) == 1, "a frozen program outlives its node"
@@ -189,7 +187,7 @@ def sleeping() -> list[str]:
     return found
 
 
-async def test_where_there_is_no_freezer_nothing_is_asked_of_podman(runtimes: NodeRuntimes) -> None:
+async def test_without_freezer_podman_is_unasked(runtimes: NodeRuntimes) -> None:
     freeze = ContainerFreeze(
         container="none", client=runtimes._pool.starter.client, frozen=set(), possible=False
     )

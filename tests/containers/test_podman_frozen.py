@@ -113,9 +113,8 @@ async def tree(runtime: PodmanRuntime) -> str:
 
 
 @pytest.mark.podman
-async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
-    freezing: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_copies_continue_from_frozen_moment(freezing: NodeRuntimes, tmp_path: Path) -> None:
+    """Copies go on from the frozen moment, each with its own endpoint."""
     folder, codes = tmp_path / "image", dict[str, int]()
     async with counting(freezing, tmp_path / "log") as (runtime, number):
         untouched = await tree(runtime)
@@ -179,9 +178,8 @@ async def test_copies_go_on_from_the_frozen_moment_each_with_its_own_endpoint(
 
 
 @pytest.mark.podman
-async def test_what_no_copy_would_have_is_not_frozen_and_goes_on(
-    freezing: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_uncopyable_state_is_not_frozen(freezing: NodeRuntimes, tmp_path: Path) -> None:
+    """What no copy would have is not frozen, and the program goes on."""
     talk = "import socket, time; a = socket.create_server(('127.0.0.1', 0)); b = socket.create_connection(a.getsockname()); c = a.accept(); open('/work/up', 'w'); time.sleep(600)"
     async with counting(freezing, tmp_path / "log") as (runtime, number):
         with pytest.raises(Refused, match="more than 0 MiB: raise max_mb"):
@@ -229,7 +227,7 @@ async def halted(runtimes: NodeRuntimes, log: Path, halt: str) -> AsyncIterator[
     [(STOPPED, r"process \d+ \(sleep\) is stopped"), (TRACES, r"process \d+ \(sleep\) is traced")],
     ids=["stopped", "traced"],
 )
-async def test_a_halted_process_is_not_frozen(
+async def test_halted_process_is_not_frozen(
     freezing: NodeRuntimes, tmp_path: Path, halt: str, why: str
 ) -> None:
     """CRIU would wait for it in a frozen group, and the session with it."""
@@ -241,7 +239,7 @@ async def test_a_halted_process_is_not_frozen(
 
 
 @pytest.mark.podman
-async def test_a_hanging_dump_is_killed(
+async def test_hanging_dump_is_killed(
     freezing: NodeRuntimes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a process is stopped in the moment between the look and the freeze."""
@@ -267,7 +265,8 @@ async def test_shared_memory_counts_as_memory(freezing: NodeRuntimes, tmp_path: 
 
 
 @pytest.mark.podman
-async def test_a_program_below_is_ended_and_its_code_is_read(freezing: NodeRuntimes, tmp_path: Path) -> None:
+async def test_nested_program_end_and_code(freezing: NodeRuntimes, tmp_path: Path) -> None:
+    """A program below is ended, and its exit code is read."""
     async with freezing.open(SMALL, session_id="below", lifetime_s=LIFETIME_S) as runtime:
         number = await runtime.start_detached(["no such program"], env={})
         assert await runtime.follow_detached(number, log=tmp_path / "log", limit=1000) == 127
@@ -286,7 +285,7 @@ async def test_a_program_below_is_ended_and_its_code_is_read(freezing: NodeRunti
 
 
 @pytest.mark.podman
-async def test_a_node_without_criu_makes_no_copy(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_node_without_criu_copies_nothing(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     starter: RuntimeStarter = evolve(runtimes._pool.starter, criu=None)
     image = FrozenImage(
         bytes=0,
@@ -327,7 +326,7 @@ class Hollow:
         (None, KILLED),
     ],
 )
-async def test_a_note_is_an_agents_word(tmp_path: Path, notes: bytes | None, code: int) -> None:
+async def test_invalid_exit_note_means_killed(tmp_path: Path, notes: bytes | None, code: int) -> None:
     """A number that no program ends with, or a pipe that nobody writes to."""
     (tmp_path / "dev").mkdir()
     os.mkfifo(tmp_path / OUTPUT)
@@ -363,7 +362,7 @@ async def test_a_note_is_an_agents_word(tmp_path: Path, notes: bytes | None, cod
         ("echo 'Version: 10.0'", None),
     ],
 )
-async def test_doctor_says_what_a_criu_lacks(tmp_path: Path, script: str, sentence: str | None) -> None:
+async def test_doctor_names_missing_criu_features(tmp_path: Path, script: str, sentence: str | None) -> None:
     criu = tmp_path / "criu"
     criu.write_text(f"#!/bin/sh\n{script}\n")
     criu.chmod(0o755)
@@ -376,7 +375,7 @@ async def obstacle(criu: Path | None, **more: object) -> str | None:
     return await freezing_obstacle(criu, **{**given, **more})  # type: ignore[arg-type]
 
 
-async def test_doctor_says_what_a_machine_lacks() -> None:
+async def test_doctor_names_missing_machine_features() -> None:
     assert "criu is not installed" in (await obstacle(None) or "")
     for lack, word in (
         ({"root": False}, "needs root"),
@@ -387,12 +386,12 @@ async def test_doctor_says_what_a_machine_lacks() -> None:
         assert word in (await obstacle(Path("/bin/true"), **lack) or "")
 
 
-def test_a_process_has_a_number_until_it_has_ended() -> None:
+def test_process_number_lasts_until_end() -> None:
     assert number_of(os.getpid()) is not None
     assert number_of(1 << 30) is None
 
 
-def test_the_first_error_of_a_log_is_said_without_its_place() -> None:
+def test_first_log_error_without_location() -> None:
     log = (
         "(00.1) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted\n"
         "(00.2) Warn  (criu/x.c:1): w\n(00.3)     11: Error (criu/files-reg.c:2294): File . has bad mode\n"
@@ -410,7 +409,7 @@ def test_the_first_error_of_a_log_is_said_without_its_place() -> None:
         (1, b"words\nlast words\n", "last words"),
     ],
 )
-def test_a_killed_dump_says_so(tmp_path: Path, code: int, output: bytes, why: str) -> None:
+def test_killed_dump_is_reported(tmp_path: Path, code: int, output: bytes, why: str) -> None:
     done = subprocess.CompletedProcess[bytes]([], code, output)
     assert why in _why_not(done, tmp_path / "dump.log")
     (tmp_path / "dump.log").write_text("(00.3)     11: Error (criu/files-reg.c:2294): File . has bad mode\n")

@@ -53,7 +53,7 @@ PODMANS = b"Error: read unixpacket @->/proc/self/fd/21/attach: read: connection 
         ([(2, b"Error: mine\n")], b"Error: mine\n"),
     ],
 )
-async def test_podmans_words_are_not_output(frames: list[tuple[int, bytes]], kept: bytes) -> None:
+async def test_podman_messages_are_not_output(frames: list[tuple[int, bytes]], kept: bytes) -> None:
     """It adds them to what a program wrote, as the last, where another process holds its output."""
     ours, theirs = trio.socket.socketpair()
     said = bytearray()
@@ -64,13 +64,13 @@ async def test_podmans_words_are_not_output(frames: list[tuple[int, bytes]], kep
     assert bytes(said) == kept
 
 
-def test_a_long_frame_is_given_on_as_it_comes() -> None:
+def test_long_frame_is_streamed() -> None:
     frames = FrameSplitter()
     assert list(frames.feed(bytes([1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]) + b"begin")) == [("stdout", b"begin")]
     assert list(frames.feed(b"more")) == [("stdout", b"more")]
 
 
-def test_what_is_no_frame_is_a_fault() -> None:
+def test_invalid_frame_is_a_fault() -> None:
     with pytest.raises(RuntimeFault, match="kind 72"):
         list(FrameSplitter().feed(b"HTTP/1.1 400"))
 
@@ -100,7 +100,8 @@ def test_beginning_and_end_are_kept_in_a_file(pieces: list[bytes], limit: int) -
         assert sink.getvalue() == whole[: limit // 2] + note + whole[len(whole) - (limit - limit // 2) :]
 
 
-def test_what_was_written_is_on_disk_at_once_and_a_log_begins_anew(tmp_path: Path) -> None:
+def test_log_writes_at_once_and_restarts(tmp_path: Path) -> None:
+    """What was written is on disk at once, and a log begins anew."""
     path = tmp_path / "deep" / "session.log"
     with open_bounded_log(path, 100) as log:
         log.write(b"so far")
@@ -110,7 +111,7 @@ def test_what_was_written_is_on_disk_at_once_and_a_log_begins_anew(tmp_path: Pat
     assert path.read_bytes() == b"new"
 
 
-def test_a_log_is_put_in_order_also_when_its_program_failed(tmp_path: Path) -> None:
+def test_log_is_trimmed_after_failure(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with pytest.raises(ZeroDivisionError), open_bounded_log(path, 10) as log:  # noqa: PT012
         log.write(b"0123456789abcdefgh")

@@ -18,7 +18,7 @@ async def wait_warm(runtimes: NodeRuntimes, count: int) -> None:
             await trio.sleep(0.05)
 
 
-async def test_an_image_that_is_being_built_is_waited_for(podman: None) -> None:
+async def test_unfinished_image_is_awaited(podman: None) -> None:
     """Nothing is tried before the image is there, and nothing of that is counted as failed."""
     async with open_runtimes(settings(warm=1)) as runtimes:
         client, there = runtimes._pool.starter.client, False
@@ -43,7 +43,8 @@ async def test_an_image_that_is_being_built_is_waited_for(podman: None) -> None:
             assert runtimes.statistics().failed == 0
 
 
-async def test_a_warm_one_is_given_once_and_replaced(podman: None) -> None:
+async def test_warm_container_is_given_once(podman: None) -> None:
+    """A warm container is given once, and replaced."""
     async with open_runtimes(settings(warm=2)) as runtimes:
         runtimes.prewarm(SMALL, 5)
         await wait_warm(runtimes, 1)
@@ -58,7 +59,8 @@ async def test_a_warm_one_is_given_once_and_replaced(podman: None) -> None:
         assert runtimes.statistics().served_warm == 2
 
 
-async def test_more_are_kept_where_they_are_taken_faster_than_they_start(podman: None) -> None:
+async def test_pool_grows_with_demand(podman: None) -> None:
+    """More are kept where they are taken faster than they start."""
     async with open_runtimes(settings(warm=3)) as runtimes:
         # a very busy machine, so that what starts take here makes no difference
         runtimes._pool._starts.took(300.0)
@@ -71,7 +73,7 @@ async def test_more_are_kept_where_they_are_taken_faster_than_they_start(podman:
             await wait_warm(runtimes, 3)
 
 
-async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> None:
+async def test_session_takes_starting_container(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 1)
         with trio.fail_after(120):
@@ -83,7 +85,7 @@ async def test_a_session_takes_the_one_that_is_being_started(podman: None) -> No
             assert (runtimes.statistics().served_warm, runtimes.statistics().live) == (1, 1)
 
 
-async def test_nothing_is_started_for_later_while_the_machine_is_short(podman: None) -> None:
+async def test_short_machine_starts_nothing_ahead(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.hold(True)
         runtimes.prewarm(SMALL, 1)
@@ -95,7 +97,7 @@ async def test_nothing_is_started_for_later_while_the_machine_is_short(podman: N
         await wait_warm(runtimes, 1)
 
 
-async def test_a_warm_ones_door_is_ready(podman: None) -> None:
+async def test_warm_container_endpoint_is_ready(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
@@ -110,7 +112,7 @@ async def test_a_warm_ones_door_is_ready(podman: None) -> None:
             assert ended.stdout == b"in\n"
 
 
-async def test_another_shape_gets_a_fresh_one(podman: None) -> None:
+async def test_other_shape_gets_fresh_container(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
@@ -121,7 +123,7 @@ async def test_another_shape_gets_a_fresh_one(podman: None) -> None:
         assert runtimes.statistics().warm == 1
 
 
-async def test_files_and_environment_make_no_other_shape(podman: None) -> None:
+async def test_files_and_environment_keep_shape(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(RuntimeSpec(memory_mb=256, pids=64, env={"A": "b"}, image="agent"), 1)
         await wait_warm(runtimes, 1)
@@ -131,7 +133,7 @@ async def test_files_and_environment_make_no_other_shape(podman: None) -> None:
             assert runtimes.statistics().served_warm == 1, "`agent` is another name of `base`"
 
 
-async def test_one_that_would_not_live_long_enough_stays(podman: None) -> None:
+async def test_expiring_container_is_not_given(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
@@ -140,7 +142,7 @@ async def test_one_that_would_not_live_long_enough_stays(podman: None) -> None:
             assert runtimes.statistics().served_warm == 0
 
 
-async def test_a_dead_one_is_not_given(podman: None) -> None:
+async def test_dead_container_is_not_given(podman: None) -> None:
     async with open_runtimes(settings(warm=1)) as runtimes:
         runtimes.prewarm(SMALL, 1)
         await wait_warm(runtimes, 1)
@@ -151,7 +153,7 @@ async def test_a_dead_one_is_not_given(podman: None) -> None:
             assert (await runtime.run(["true"])).exit_code == 0
 
 
-async def test_what_is_no_longer_wanted_goes(podman: None) -> None:
+async def test_unwanted_containers_are_removed(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         runtimes.prewarm(SMALL, 2)
         await wait_warm(runtimes, 1)
@@ -160,7 +162,7 @@ async def test_what_is_no_longer_wanted_goes(podman: None) -> None:
         assert await runtimes.sweep() == 0, "and nothing of it is left"
 
 
-async def test_a_shape_that_can_not_start_does_not_stop_the_others(podman: None) -> None:
+async def test_unstartable_shape_stops_no_others(podman: None) -> None:
     async with open_runtimes(settings(warm=1)) as runtimes:
         runtimes.prewarm(RuntimeSpec(image="localhost/none/such"), 1)
         runtimes.prewarm(SMALL, 1)

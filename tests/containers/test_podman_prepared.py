@@ -56,7 +56,7 @@ def opened(
     )
 
 
-async def test_a_copy_is_what_it_was_copied_from(runtimes: NodeRuntimes) -> None:
+async def test_copy_equals_its_original(runtimes: NodeRuntimes) -> None:
     task_spec = spec(TREE)
     async with opened(runtimes, task_spec, "first") as first:
         prepared = (await first.run(["sh", "-c", SEEN])).stdout
@@ -77,9 +77,8 @@ find /etc /home /opt /root /srv /usr /var -xdev -type f -newer given | grep -v "
 
 
 @pytest.mark.parametrize("steps", [(), (":",)])
-async def test_what_sessions_begin_with_says_the_same_in_each_and_is_newer_than_the_image(
-    runtimes: NodeRuntimes, steps: tuple[str, ...]
-) -> None:
+async def test_initial_files_are_consistently_dated(runtimes: NodeRuntimes, steps: tuple[str, ...]) -> None:
+    """What sessions begin with has the same times in each, newer than the image."""
     files = tuple(FileSpec(path=path, text="x") for path in ("given", "sub/deep/x"))
     task_spec = evolve(spec(*steps, files=files), **({} if steps else {"prepare": ()}))
     seen = set()
@@ -96,7 +95,8 @@ async def test_what_sessions_begin_with_says_the_same_in_each_and_is_newer_than_
     assert only.rstrip().endswith(b":/"), "nothing of the image is newer"
 
 
-async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: NodeRuntimes) -> None:
+async def test_first_session_prepares_for_others(runtimes: NodeRuntimes) -> None:
+    """The first session prepares, and the others start from its copy."""
     task_spec = spec("echo $$ > /work/who; sleep 1; date +%s%N > /work/when")
     seen: list[bytes] = []
 
@@ -114,7 +114,7 @@ async def test_the_first_prepares_and_the_others_start_from_its_copy(runtimes: N
     assert (statistics.copied, statistics.reused, statistics.prepared) == (1, 3, 1)
 
 
-async def test_a_program_that_runs_on_is_not_copied(
+async def test_running_program_is_not_copied(
     runtimes: NodeRuntimes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -126,7 +126,7 @@ async def test_a_program_that_runs_on_is_not_copied(
     assert caplog.text.count("one of its steps left a process running") == 1
 
 
-async def test_a_step_that_fails_is_refused_to_each(runtimes: NodeRuntimes) -> None:
+async def test_failing_step_is_refused_to_each(runtimes: NodeRuntimes) -> None:
     task_spec = spec("echo no such thing >&2; exit 3")
     for number in range(2):
         with pytest.raises(Refused, match="exit code 3: no such thing"):
@@ -136,7 +136,7 @@ async def test_a_step_that_fails_is_refused_to_each(runtimes: NodeRuntimes) -> N
     assert runtimes.statistics().copied == 0
 
 
-async def test_a_copy_that_somebody_removed_is_made_again(runtimes: NodeRuntimes) -> None:
+async def test_removed_copy_is_made_again(runtimes: NodeRuntimes) -> None:
     task_spec = spec("echo here > /work/here")
     async with opened(runtimes, task_spec, "one"):
         pass
@@ -148,7 +148,7 @@ async def test_a_copy_that_somebody_removed_is_made_again(runtimes: NodeRuntimes
     assert runtimes.statistics().copied == 2
 
 
-async def test_the_least_lately_used_goes_and_one_in_use_stays(podman: None) -> None:
+async def test_least_recent_unused_copy_goes(podman: None) -> None:
     async with open_runtimes(evolve(settings(), prepared=1)) as runtimes:
         first, second = spec("echo 1 > /work/n"), spec("echo 2 > /work/n")
         async with opened(runtimes, first, "one"), opened(runtimes, first, "two"):
@@ -160,7 +160,7 @@ async def test_the_least_lately_used_goes_and_one_in_use_stays(podman: None) -> 
             await until(lambda: runtimes.statistics().prepared == 1)
 
 
-async def test_warm_ones_are_of_the_copy(podman: None) -> None:
+async def test_warm_containers_start_from_copy(podman: None) -> None:
     async with open_runtimes(settings(warm=2)) as runtimes:
         task_spec = spec("echo here > /work/here")
         runtimes.prewarm(task_spec, 9)
@@ -185,7 +185,8 @@ async def test_another_node_finds_the_copy(podman: None) -> None:
         assert (two.statistics().copied, two.statistics().reused) == (0, 1)
 
 
-async def test_copies_of_dead_nodes_go_when_they_are_old_or_many(runtimes: NodeRuntimes) -> None:
+async def test_old_copies_of_dead_nodes_go(runtimes: NodeRuntimes) -> None:
+    """Copies of dead nodes go when they are old or many."""
     copies, starter = runtimes._workspaces.copies, runtimes._pool.starter
     assert isinstance(copies, PodmanCopies)
     ours = PodmanCopies(
@@ -211,7 +212,7 @@ async def until(happened: Callable[[], bool]) -> None:
             await trio.sleep(0.05)
 
 
-def test_a_layer_is_mended(tmp_path: Path) -> None:
+def test_layer_ids_are_shifted_back(tmp_path: Path) -> None:
     """Ids of the container's range move down, any other stays; set-id bits and times are what they were."""
     layer, source = tmp_path / "layer", tmp_path / "source"
     for folder in (layer, source):

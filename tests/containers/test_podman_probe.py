@@ -51,7 +51,7 @@ SECCOMP = Path("/var/lib/polarnode/podman/etc/seccomp.json")
 SHAPE = Shape(image="localhost/x", workdir="/work", user="agent", cpus=1.5, memory_mb=100, pids=7, disk_mb=50)
 
 
-async def test_every_finding_says_what_and_every_lack_says_what_to_do(tmp_path: Path) -> None:
+async def test_findings_explain_and_suggest_remedies(tmp_path: Path) -> None:
     found = await probe_machine(tmp_path / "not" / "there")
     assert len({each.name for each in found.findings}) == len(found.findings) >= 8
     for finding in found.findings:
@@ -61,7 +61,7 @@ async def test_every_finding_says_what_and_every_lack_says_what_to_do(tmp_path: 
     assert not (tmp_path / "not").exists(), "looking leaves nothing"
 
 
-async def test_a_machine_without_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_machine_without_podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROBE, "SERVICE_PATH", str(tmp_path))
     monkeypatch.setattr(PROBE, "SECCOMP_PLACES", (str(tmp_path / "seccomp.json"),))
     found = await probe_machine(tmp_path)
@@ -95,14 +95,14 @@ async def test_old_podman_is_refused(
     assert what in finding.what
 
 
-def test_a_folder_closed_to_others_costs_the_user_namespace(tmp_path: Path) -> None:
+def test_folder_closed_to_others_is_found(tmp_path: Path) -> None:
     closed = tmp_path / "home"
     closed.mkdir(mode=0o700)
     assert closed_folder(closed / "state" / "podman") is not None
     assert closed_folder(Path("/var/lib/polarnode/podman")) is None
 
 
-def test_settings_are_what_was_found(tmp_path: Path) -> None:
+def test_container_settings_follow_findings(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     written = tomllib.loads(containers_conf(store, FOUND))
     assert written["containers"]["default_ulimits"] == ["nofile=20000:20000", "nproc=4096:4096"]
@@ -118,7 +118,7 @@ def test_settings_are_what_was_found(tmp_path: Path) -> None:
     assert "network_backend" not in written["network"]
 
 
-def test_storage_is_ours_alone(tmp_path: Path) -> None:
+def test_storage_is_private(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     written = tomllib.loads(storage_conf(store, FOUND))["storage"]
     assert written == {
@@ -133,7 +133,7 @@ def test_storage_is_ours_alone(tmp_path: Path) -> None:
     assert through["storage"]["options"]["overlay"]["mount_program"] == "/usr/bin/fuse-overlayfs"
 
 
-def test_the_run_folder_is_always_the_same_and_nobody_elses(tmp_path: Path) -> None:
+def test_run_folder_is_constant_and_private(tmp_path: Path) -> None:
     store = store_at(tmp_path / "one")
     assert store == store_at(tmp_path / "two" / ".." / "one")
     assert store.run_dir != store_at(tmp_path / "two").run_dir
@@ -156,9 +156,7 @@ def test_the_run_folder_is_always_the_same_and_nobody_elses(tmp_path: Path) -> N
     store.run_dir.unlink()
 
 
-def test_podman_gets_our_files_and_nothing_of_ours_besides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_podman_gets_only_needed_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_SECRET", "x")
     monkeypatch.setenv("https_proxy", "http://proxy")
     written = store_at(tmp_path).environment()
@@ -169,7 +167,7 @@ def test_podman_gets_our_files_and_nothing_of_ours_besides(
     assert os.environ["HOME"] != written["HOME"]
 
 
-def test_a_container_is_confined() -> None:
+def test_container_is_confined() -> None:
     spec = container_spec(
         SHAPE,
         FOUND,
@@ -207,7 +205,7 @@ def test_a_container_is_confined() -> None:
     assert "storage_opts" not in spec, "only where the store has quotas"
 
 
-def test_every_limit_of_a_process_is_told_with_the_others() -> None:
+def test_all_process_limits_are_passed() -> None:
     """One that is given drops all that containers.conf names."""
     spec = container_spec(SHAPE, FOUND, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP)
     written = {limit["type"]: (limit["soft"], limit["hard"]) for limit in spec["r_limits"]}  # type: ignore[union-attr,call-overload,index]
@@ -230,7 +228,8 @@ def test_every_limit_of_a_process_is_told_with_the_others() -> None:
         (2**63 - 1, 512, 20000),  # as systemd sets it: what the node itself may open
     ],
 )
-def test_one_session_opens_at_most_half_of_the_machines_files(machine: int, pids: int, files: int) -> None:
+def test_session_opens_half_of_files(machine: int, pids: int, files: int) -> None:
+    """One session opens at most half of the files that the machine can open."""
     findings = evolve(FOUND, most_open_files=machine)
     spec = container_spec(
         evolve(SHAPE, pids=pids), findings, name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP
@@ -239,14 +238,14 @@ def test_one_session_opens_at_most_half_of_the_machines_files(machine: int, pids
     assert limit["hard"] == files  # type: ignore[index,call-overload]
 
 
-def test_a_store_with_quotas_is_told_the_limit() -> None:
+def test_quota_store_gets_the_limit() -> None:
     spec = container_spec(
         SHAPE, evolve(FOUND, quotas=True), name="n", labels={}, lifetime_s=1.0, shift=0, seccomp=SECCOMP
     )
     assert spec["storage_opts"] == {"size": "50m"}
 
 
-def test_volumes_are_mounted_alone_and_without_rights_of_their_own() -> None:
+def test_volumes_are_mounted_without_privileges() -> None:
     volumes = (
         Volume(source="/srv/a", target="/a", write=False),
         Volume(source="/srv/b", target="/b", write=True),
@@ -270,13 +269,13 @@ MOUNTS = """/dev/vda / ext4 rw,relatime 0 0
 """
 
 
-def test_only_xfs_mounted_with_project_quotas_can_bound_a_layer() -> None:
+def test_layer_limit_needs_xfs_quotas() -> None:
     assert mounted_at(Path("/data/podman/store"), MOUNTS) == ("xfs", ("rw", "relatime", "attr2", "prjquota"))
     assert mounted_at(Path("/database"), MOUNTS)[0] == "ext4"
     assert mounted_at(Path("/data/plain/x"), MOUNTS)[1][-1] == "noquota"
 
 
-def test_without_user_namespaces_there_is_no_map() -> None:
+def test_no_map_without_user_namespaces() -> None:
     spec = container_spec(
         SHAPE,
         evolve(FOUND, user_namespaces=False),
@@ -291,7 +290,7 @@ def test_without_user_namespaces_there_is_no_map() -> None:
     assert spec["timeout"] == 1, "0 would mean for ever"
 
 
-def test_what_makes_two_containers_interchangeable() -> None:
+def test_equal_shapes_are_interchangeable() -> None:
     plain = shape_of(RuntimeSpec(), "i")
     assert plain == shape_of(RuntimeSpec(env={"A": "b"}), "i")
     assert plain == shape_of(RuntimeSpec(read_only=False, writable=("/opt",), artifacts=("out",)), "i"), (

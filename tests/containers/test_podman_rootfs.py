@@ -71,47 +71,39 @@ class Machine:
         return [line for line in self.told.read_text().splitlines() if line.startswith(program)]
 
 
-async def test_what_is_asked_for_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requested_base_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, registry="own/debian:1")
     assert await machine.base("own/debian:1") == "own/debian:1"
     assert machine.said == ["pulling own/debian:1"]
 
 
-async def test_what_is_asked_for_and_at_hand_is_not_pulled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_local_base_is_not_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, known="own/debian:1")
     assert await machine.base("own/debian:1") == "own/debian:1"
     assert machine.said == []
     assert not machine.notes("podman pull")
 
 
-async def test_what_is_asked_for_and_nowhere_is_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_base_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeFault, match="pulling own/debian:1 failed"):
         await Machine(tmp_path, monkeypatch).base("own/debian:1")
 
 
 @pytest.mark.parametrize("known", [BUILT_BASE, PUBLIC])
-async def test_what_an_earlier_build_stood_on_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
-) -> None:
+async def test_earlier_base_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str) -> None:
     machine = Machine(tmp_path, monkeypatch, known=known, registry=PUBLIC)
     assert await machine.base() == known
     assert machine.said == []
 
 
-async def test_a_registry_comes_before_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_registry_comes_before_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, registry=PUBLIC)
     assert await machine.base() == PUBLIC
     assert machine.said == [f"pulled {PUBLIC}"]
     assert not machine.notes("mmdebstrap")
 
 
-async def test_without_a_registry_it_is_built_from_this_machines_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_registry_archive_builds_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch)
     assert await machine.base() == BUILT_BASE
     assert machine.said[0] == f"no registry gives {PUBLIC}"
@@ -123,7 +115,7 @@ async def test_without_a_registry_it_is_built_from_this_machines_archive(
     assert machine.notes("podman import")[0].endswith(BUILT_BASE)
 
 
-async def test_a_build_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failing_build_gives_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, debootstrap=25)
     with pytest.raises(
         RuntimeFault, match=r"(?s)building a Debian base failed with exit code 25, see .*said by mmdebstrap"
@@ -132,9 +124,7 @@ async def test_a_build_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.M
     assert not machine.notes("podman import")
 
 
-async def test_a_registry_that_hangs_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_registry_is_not_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch, known="")
     monkeypatch.setattr("polarnode.containers.recipes.PULL_S", 0.5)
     machine.program(
@@ -147,16 +137,14 @@ async def test_a_registry_that_hangs_is_not_waited_for(
     assert machine.said[0].startswith(f"no registry gave {PUBLIC} within")
 
 
-async def test_without_mmdebstrap_the_remedy_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_mmdebstrap_has_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch)
     (tmp_path / "mmdebstrap").unlink()
     with pytest.raises(RuntimeFault, match="apt-get install mmdebstrap, or give --base-image"):
         await machine.base()
 
 
-async def test_a_machine_without_apt_is_a_fault_and_no_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_machine_without_apt_is_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(tmp_path, monkeypatch)
     machine.program("apt-get", "#!/bin/sh\nexit 100\n")
     with pytest.raises(RuntimeFault, match="apt does not report"):

@@ -21,12 +21,12 @@ pytestmark = pytest.mark.podman
 
 
 @pytest.mark.parametrize("assertions", CONTRACT, ids=lambda each: each.__name__.removeprefix("contract_"))
-async def test_a_container_keeps_the_contract(runtimes: NodeRuntimes, assertions) -> None:  # type: ignore[no-untyped-def]
+async def test_container_keeps_runtime_contract(runtimes: NodeRuntimes, assertions) -> None:  # type: ignore[no-untyped-def]
     async with runtimes.open(SMALL, session_id="contract", lifetime_s=LIFETIME_S) as runtime:
         await assertions(runtime)
 
 
-async def test_who_and_where_a_session_is(runtimes: NodeRuntimes) -> None:
+async def test_user_and_folder_of_session(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="who", lifetime_s=LIFETIME_S) as runtime:
         printed = (
             await runtime.run(
@@ -53,9 +53,7 @@ async def test_who_and_where_a_session_is(runtimes: NodeRuntimes) -> None:
         assert as_root == "0\nCapEff:\t0000000000000000\n"
 
 
-async def test_container_that_ends_as_it_starts(
-    runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_container_ending_at_start(runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(_: int) -> NoReturn:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/1234/cgroup")
 
@@ -74,7 +72,7 @@ async def test_container_that_ends_as_it_starts(
     assert not starter.alive
 
 
-async def test_nothing_of_the_nodes_environment_goes_in(
+async def test_node_environment_stays_outside(
     runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NODE_SECRET", "do-not-leak")
@@ -93,7 +91,7 @@ async def test_nothing_of_the_nodes_environment_goes_in(
         }
 
 
-async def test_files_belong_to_whom_they_are_given(runtimes: NodeRuntimes) -> None:
+async def test_files_belong_to_given_user(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="files", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/deep/er/run.sh": b"#!/bin/sh\necho ran\n"}, mode=0o755)
         await runtime.put({"/srv/tests/hidden": b"x"}, user="root", mode=0o600)
@@ -116,9 +114,7 @@ async def test_files_belong_to_whom_they_are_given(runtimes: NodeRuntimes) -> No
             await runtime.put({"/work/x": b""}, user="nobody-here")
 
 
-async def test_no_file_of_the_machine_can_be_reached_through_links(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_links_reach_no_host_file(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the machine's")
     async with runtimes.open(SMALL, session_id="links", lifetime_s=LIFETIME_S) as runtime:
@@ -149,7 +145,7 @@ async def test_no_file_of_the_machine_can_be_reached_through_links(
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def test_a_large_output_is_bounded_and_its_end_is_kept(runtimes: NodeRuntimes) -> None:
+async def test_large_output_keeps_its_end(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="large", lifetime_s=LIFETIME_S) as runtime:
         ended = await runtime.run(["sh", "-c", "head -c 50000000 /dev/zero; echo the end; echo short >&2"])
         assert ended.truncated
@@ -160,7 +156,7 @@ async def test_a_large_output_is_bounded_and_its_end_is_kept(runtimes: NodeRunti
         assert (ended.stdout, ended.truncated) == (b"3456\n", True)
 
 
-async def test_much_goes_through_stdin_and_back(runtimes: NodeRuntimes) -> None:
+async def test_large_stdin_round_trips(runtimes: NodeRuntimes) -> None:
     data = bytes(range(256)) * 20_000
     async with runtimes.open(SMALL, session_id="stdin", lifetime_s=LIFETIME_S) as runtime:
         assert (await runtime.run(["cat"], stdin=data)).stdout == data
@@ -169,7 +165,7 @@ async def test_much_goes_through_stdin_and_back(runtimes: NodeRuntimes) -> None:
         )
 
 
-async def test_a_daemon_that_holds_stdout_does_not_hold_us(runtimes: NodeRuntimes) -> None:
+async def test_daemon_holding_stdout_blocks_nobody(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="daemon", lifetime_s=LIFETIME_S) as runtime:
         with trio.fail_after(60):
             ended = await runtime.run(["sh", "-c", "sleep 1000 & setsid sleep 1000 & echo started"])
@@ -187,7 +183,7 @@ time.sleep(0.5)
 """
 
 
-async def test_threads_without_their_first_end_too(runtimes: NodeRuntimes) -> None:
+async def test_threads_without_main_thread_end(runtimes: NodeRuntimes) -> None:
     """A process whose main thread has ended is listed as a zombie, and runs."""
     async with runtimes.open(SMALL, session_id="headless", lifetime_s=LIFETIME_S) as runtime:
         assert (await runtime.run(["python3", "-c", HEADLESS])).exit_code == 0
@@ -202,7 +198,7 @@ async def test_threads_without_their_first_end_too(runtimes: NodeRuntimes) -> No
     "spoil",
     ["rm -rf /work/w", "chmod 000 /work/w", "mv /work/w /work/v", "rm -rf /work/w; echo 1 > /work/w"],
 )
-async def test_a_spoilt_workdir_is_made_anew(runtimes: NodeRuntimes, spoil: str) -> None:
+async def test_spoilt_workdir_is_recreated(runtimes: NodeRuntimes, spoil: str) -> None:
     """So that a test starts in it, and says what it says of nothing."""
     spec = evolve(SMALL, workdir="/work/w")
     async with runtimes.open(spec, session_id="spoilt", lifetime_s=LIFETIME_S) as runtime:
@@ -212,7 +208,7 @@ async def test_a_spoilt_workdir_is_made_anew(runtimes: NodeRuntimes, spoil: str)
 
 
 @kept_limits
-async def test_spent_memory_ends_no_container(runtimes: NodeRuntimes) -> None:
+async def test_exhausted_memory_ends_no_container(runtimes: NodeRuntimes) -> None:
     """Files in memory stay when all programs are ended; then its first process would be the kernel's prey."""
     spec = evolve(SMALL, memory_mb=48)
     async with runtimes.open(spec, session_id="prey", lifetime_s=LIFETIME_S) as runtime:
@@ -240,7 +236,7 @@ sleep 1000
 """
 
 
-async def test_ending_leaves_no_process_however_it_hides(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_ending_leaves_no_hidden_process(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     log = tmp_path / "harness.log"
     async with runtimes.open(SMALL, session_id="stubborn", lifetime_s=LIFETIME_S) as runtime:
         assert await cancel_at_sign(
@@ -253,7 +249,7 @@ async def test_ending_leaves_no_process_however_it_hides(runtimes: NodeRuntimes,
         assert left == ["polarnode-init", "sh"]
 
 
-async def test_a_harness_may_say_goodbye(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_harness_may_handle_term(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     polite = "trap 'echo bye > /work/bye; exit 0' TERM; touch /work/up; while :; do sleep 0.1; done"
     async with runtimes.open(SMALL, session_id="polite", lifetime_s=LIFETIME_S) as runtime:
         assert await cancel_at_sign(
@@ -264,9 +260,7 @@ async def test_a_harness_may_say_goodbye(runtimes: NodeRuntimes, tmp_path: Path)
         assert await runtime.read("/work/bye") == b"bye\n"
 
 
-async def test_a_harness_is_fed_its_stdin_and_its_log_is_bounded(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_harness_stdin_and_bounded_log(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     log = tmp_path / "harness.log"
     async with runtimes.open(SMALL, session_id="log", lifetime_s=LIFETIME_S) as runtime:
         code = await runtime.run_logged(
@@ -284,7 +278,7 @@ async def test_a_harness_is_fed_its_stdin_and_its_log_is_bounded(
     assert "bytes left out" in text
 
 
-async def test_a_fork_bomb_stays_in_its_box(runtimes: NodeRuntimes) -> None:
+async def test_fork_bomb_is_contained(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="bomb", lifetime_s=LIFETIME_S) as runtime:
         with trio.move_on_after(5):
             await runtime.run(
@@ -296,14 +290,14 @@ async def test_a_fork_bomb_stays_in_its_box(runtimes: NodeRuntimes) -> None:
 
 
 @kept_limits
-async def test_memory_is_limited_and_the_container_survives(runtimes: NodeRuntimes) -> None:
+async def test_container_survives_memory_limit(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="memory", lifetime_s=LIFETIME_S) as runtime:
         ended = await runtime.run(["python3", "-c", "x = bytearray(400 << 20); print(len(x))"])
         assert ended.exit_code == 137
         assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
 
 
-async def test_the_dead_mans_switch(runtimes: NodeRuntimes) -> None:
+async def test_container_ends_after_lifetime(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="switch", lifetime_s=4.0) as runtime:
         with trio.fail_after(120):
             with pytest.raises(RuntimeFault, match="ended"):
@@ -313,7 +307,7 @@ async def test_the_dead_mans_switch(runtimes: NodeRuntimes) -> None:
         assert not runtime.alive
 
 
-async def test_an_agent_can_not_end_its_own_container(runtimes: NodeRuntimes) -> None:
+async def test_agent_cannot_end_own_container(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="suicide", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", "kill -9 -1; kill -9 1"])
         await runtime.run(["sh", "-c", "kill -9 -1; kill -9 1"], user="root")
@@ -321,7 +315,7 @@ async def test_an_agent_can_not_end_its_own_container(runtimes: NodeRuntimes) ->
         assert (await runtime.run(["echo", "alive"])).stdout == b"alive\n"
 
 
-async def test_two_runtimes_see_nothing_of_each_other(runtimes: NodeRuntimes) -> None:
+async def test_two_runtimes_are_isolated(runtimes: NodeRuntimes) -> None:
     async with (
         runtimes.open(SMALL, session_id="one", lifetime_s=LIFETIME_S) as one,
         runtimes.open(SMALL, session_id="two", lifetime_s=LIFETIME_S) as two,
@@ -333,7 +327,7 @@ async def test_two_runtimes_see_nothing_of_each_other(runtimes: NodeRuntimes) ->
         assert not runtimes.findings.user_namespaces or ids[0] != ids[1]
 
 
-async def test_a_workdir_is_made_and_a_user_found(runtimes: NodeRuntimes) -> None:
+async def test_workdir_created_and_user_found(runtimes: NodeRuntimes) -> None:
     spec = RuntimeSpec(memory_mb=256, pids=64, workdir="/testbed/repo", user="root")
     async with runtimes.open(spec, session_id="root", lifetime_s=LIFETIME_S) as runtime:
         assert runtime.home == "/root"
@@ -341,7 +335,7 @@ async def test_a_workdir_is_made_and_a_user_found(runtimes: NodeRuntimes) -> Non
         assert ended.stdout.decode().split() == ["/testbed/repo", "0", "/root"]
 
 
-async def test_what_can_not_start_is_a_fault_and_leaves_nothing(runtimes: NodeRuntimes) -> None:
+async def test_failed_start_leaves_nothing(runtimes: NodeRuntimes) -> None:
     for spec, printed in (
         (RuntimeSpec(image="localhost/none/such"), "no such image|not known"),
         (RuntimeSpec(user="ghost"), "no user ghost"),
@@ -353,7 +347,7 @@ async def test_what_can_not_start_is_a_fault_and_leaves_nothing(runtimes: NodeRu
     assert await _containers(runtimes) == []
 
 
-async def test_a_cancelled_session_leaves_nothing(runtimes: NodeRuntimes) -> None:
+async def test_cancelled_session_leaves_nothing(runtimes: NodeRuntimes) -> None:
     for patience in (0.0, 0.02, 0.1, 0.5):
         with trio.move_on_after(patience):
             async with runtimes.open(SMALL, session_id="cancelled", lifetime_s=LIFETIME_S) as runtime:
@@ -362,7 +356,8 @@ async def test_a_cancelled_session_leaves_nothing(runtimes: NodeRuntimes) -> Non
     assert runtimes.statistics().live == 0
 
 
-async def test_a_failing_session_leaves_nothing_and_keeps_its_error(runtimes: NodeRuntimes) -> None:
+async def test_failing_session_keeps_its_error(runtimes: NodeRuntimes) -> None:
+    """A failing session leaves nothing, and keeps its error."""
     seen: list[PodmanRuntime] = []
     with pytest.raises(ZeroDivisionError):  # noqa: PT012 (the block is the point)
         async with runtimes.open(SMALL, session_id="failing", lifetime_s=LIFETIME_S) as runtime:
@@ -379,7 +374,7 @@ async def _containers(runtimes: NodeRuntimes) -> list[str]:
     return [each.names[0] for each in listed]
 
 
-async def test_a_container_that_goes_while_it_is_cleared_harms_nobody(runtimes: NodeRuntimes) -> None:
+async def test_removal_during_clearing_is_harmless(runtimes: NodeRuntimes) -> None:
     """The watch over the disk ends programs of a container that its session may just remove: its descriptors
     are somebody else's then.
     """

@@ -51,7 +51,7 @@ def host_mounts() -> set[str]:
 
 
 @pytest.mark.podman
-async def test_a_root_user_writes_to_its_workspace_alone(runtimes: NodeRuntimes) -> None:
+async def test_root_writes_only_to_workspace(runtimes: NodeRuntimes) -> None:
     """Images of tasks often run as root; without a seal it may overwrite its own tools."""
     spec = evolve(ROOT, writable=("/opt/cache", "/not/there", "/testbed/deep"))
     async with runtimes.open(spec, session_id="seal", lifetime_s=LIFETIME_S) as runtime:
@@ -81,7 +81,7 @@ async def test_a_root_user_writes_to_its_workspace_alone(runtimes: NodeRuntimes)
 
 
 @pytest.mark.podman
-async def test_an_agent_has_its_home_and_temporary_folders(runtimes: NodeRuntimes) -> None:
+async def test_agent_has_home_and_temporary_folders(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="seal", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/work/before": b"1"})
         await runtime.seal(SMALL)
@@ -101,7 +101,7 @@ async def test_an_agent_has_its_home_and_temporary_folders(runtimes: NodeRuntime
 
 
 @pytest.mark.podman
-async def test_a_task_may_do_without(runtimes: NodeRuntimes) -> None:
+async def test_task_may_disable_sealing(runtimes: NodeRuntimes) -> None:
     for spec in (evolve(ROOT, read_only=False), evolve(ROOT, writable=("/",))):
         async with runtimes.open(spec, session_id="open", lifetime_s=LIFETIME_S) as runtime:
             await runtime.seal(spec)
@@ -149,7 +149,7 @@ print("tried")
 
 @pytest.mark.podman
 @pytest.mark.parametrize("user", ["agent", "root"])
-async def test_nobody_inside_can_undo_it(runtimes: NodeRuntimes, user: str) -> None:
+async def test_seal_cannot_be_undone_inside(runtimes: NodeRuntimes, user: str) -> None:
     spec = evolve(SMALL, user=user)
     async with runtimes.open(spec, session_id="undo", lifetime_s=LIFETIME_S) as runtime:
         await runtime.put({"/tmp/undo.py": UNDO.encode()})
@@ -169,7 +169,7 @@ async def test_nobody_inside_can_undo_it(runtimes: NodeRuntimes, user: str) -> N
 
 
 @pytest.mark.podman
-async def test_a_program_that_is_writing_is_named(runtimes: NodeRuntimes) -> None:
+async def test_writing_program_is_named(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(ROOT, session_id="busy", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", "exec 3> /srv/served.log; sleep 1000 & disown 2>/dev/null; true"])
         with pytest.raises(
@@ -185,7 +185,7 @@ async def test_a_program_that_is_writing_is_named(runtimes: NodeRuntimes) -> Non
         assert "/etc" not in await written(runtime, "sealed")
 
 
-def test_a_machine_that_forbids_mounts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_mounts_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_mounts(place: bytes, flags: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted", "mount")
 
@@ -200,9 +200,7 @@ def test_a_machine_that_forbids_mounts_is_told_so(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.podman
-async def test_a_seal_that_fails_is_a_fault_and_leaves_nothing_half_done(
-    runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_seal_leaves_nothing(runtimes: NodeRuntimes, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_mounts(place: str, flags: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted", "mount")
 
@@ -229,7 +227,7 @@ def threads_mounts() -> set[int]:
 
 
 @pytest.mark.podman
-async def test_our_own_threads_stay_in_our_own_mounts(runtimes: NodeRuntimes) -> None:
+async def test_node_threads_keep_own_mounts(runtimes: NodeRuntimes) -> None:
     mine = os.stat("/proc/self/ns/mnt").st_ino
     before = host_mounts()
     async with runtimes.open(SMALL, session_id="threads", lifetime_s=LIFETIME_S) as runtime:
@@ -247,7 +245,7 @@ async def test_our_own_threads_stay_in_our_own_mounts(runtimes: NodeRuntimes) ->
 
 
 @pytest.mark.podman
-async def test_a_sealed_container_is_copied_and_removed_like_any_other(runtimes: NodeRuntimes) -> None:
+async def test_sealed_container_is_copied_and_removed(runtimes: NodeRuntimes) -> None:
     """A commit takes the layer: what was written to the workspace under a seal is in it."""
     name = "localhost/polarnode-test-sealed:" + os.urandom(4).hex()
     before = host_mounts()
@@ -289,7 +287,7 @@ trio.run(main)
 
 
 @pytest.mark.podman
-def test_a_node_killed_in_the_middle_leaves_no_mount(podman: None) -> None:
+def test_killed_node_leaves_no_mount(podman: None) -> None:
     before = host_mounts()
     with subprocess.Popen(
         [sys.executable, "-c", NODE.format(tests=str(Path(__file__).parents[1] / "kits"))],

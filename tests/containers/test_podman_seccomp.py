@@ -44,7 +44,8 @@ def _holds(check: dict[str, Any], arguments: tuple[int, ...]) -> bool:
     return given >= value if check["op"] == "SCMP_CMP_GE" else given == value
 
 
-def test_what_no_control_group_counts_is_refused() -> None:
+def test_uncounted_system_calls_are_refused() -> None:
+    """What no control group counts is refused."""
     profile = session_profile(DEFAULT)
     for name in REFUSED:
         assert decided(profile, name, 0, 0, 0) == errno.ENOSYS, name
@@ -73,18 +74,18 @@ def test_what_no_control_group_counts_is_refused() -> None:
         (99, 0, errno.EAFNOSUPPORT),
     ],
 )
-def test_sockets_are_of_four_families(family: int, protocol: int, error: int | None) -> None:
+def test_only_four_socket_families(family: int, protocol: int, error: int | None) -> None:
     assert decided(session_profile(DEFAULT), "socket", family, 1, protocol) == error
 
 
-def test_pairs_of_sockets_are_of_one() -> None:
+def test_socket_pairs_are_unix_only() -> None:
     profile = session_profile(DEFAULT)
     assert decided(profile, "socketpair", 1, 1, 0) is None
     assert decided(profile, "socketpair", 40, 1, 0) == errno.ENOSYS
 
 
 @pytest.mark.parametrize("request_", [0, 16, 0x4206])
-def test_tracing_but_for_being_traced(request_: int) -> None:
+def test_ptrace_except_traceme(request_: int) -> None:
     asked = errno.EPERM if request_ == 0 else None
     assert decided(session_profile(DEFAULT), "ptrace", request_) == asked
     assert decided(session_profile(DEFAULT, ptrace=True), "ptrace", request_) is None
@@ -92,12 +93,12 @@ def test_tracing_but_for_being_traced(request_: int) -> None:
     assert decided(session_profile(nothing), "ptrace", request_) == errno.ENOSYS, "none is added"
 
 
-def test_a_default_that_allows_the_unknown_is_refused() -> None:
+def test_permissive_default_is_refused() -> None:
     with pytest.raises(RuntimeFault, match="does not refuse unknown system calls"):
         session_profile({**DEFAULT, "defaultAction": "SCMP_ACT_ALLOW"})
 
 
-def test_without_a_default_nothing_else_takes_its_place(tmp_path: Path) -> None:
+def test_missing_default_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFault, match="no default seccomp profile"):
         seccomp_profile(evolve(FOUND, seccomp=None))
     broken = tmp_path / "seccomp.json"
@@ -106,7 +107,7 @@ def test_without_a_default_nothing_else_takes_its_place(tmp_path: Path) -> None:
         seccomp_profile(evolve(FOUND, seccomp=broken))
 
 
-def test_the_machines_own_default_keeps_what_programs_need() -> None:
+def test_own_default_allows_common_programs() -> None:
     if not FOUND.seccomp or not FOUND.seccomp.exists():
         pytest.skip("Podman is not installed here")
     profile = json.loads(seccomp_profile(FOUND))

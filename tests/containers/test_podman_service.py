@@ -27,7 +27,7 @@ def pid_of(runtimes: NodeRuntimes) -> int:
 
 
 @pytest.mark.podman
-async def test_it_answers_on_a_socket_of_root_alone(runtimes: NodeRuntimes) -> None:
+async def test_service_answers_on_root_socket(runtimes: NodeRuntimes) -> None:
     socket = runtimes._service.socket
     assert (await call(socket, "GET", "/_ping")).status == 200
     assert os.stat(socket.parent).st_mode & 0o777 == 0o700
@@ -36,7 +36,7 @@ async def test_it_answers_on_a_socket_of_root_alone(runtimes: NodeRuntimes) -> N
 
 
 @pytest.mark.podman
-async def test_it_is_gone_with_the_block(podman: None) -> None:
+async def test_service_ends_with_the_block(podman: None) -> None:
     async with open_runtimes(settings()) as runtimes:
         pid, socket = pid_of(runtimes), runtimes._service.socket
     assert not await trio.Path(f"/proc/{pid}").exists()
@@ -44,7 +44,7 @@ async def test_it_is_gone_with_the_block(podman: None) -> None:
 
 
 @pytest.mark.podman
-async def test_containers_and_programs_live_through_its_death(runtimes: NodeRuntimes) -> None:
+async def test_containers_survive_service_death(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="through", lifetime_s=LIFETIME_S) as runtime:
 
         async def long() -> None:
@@ -79,7 +79,7 @@ async def test_two_nodes_share_a_store(podman: None) -> None:
 
 
 @pytest.mark.podman
-async def test_teardown_reaches_podman_although_everything_is_cancelled(podman: None) -> None:
+async def test_teardown_reaches_podman_when_cancelled(podman: None) -> None:
     async with open_runtimes(settings("beside")) as beside:
         with trio.move_on_after(60) as scope:
             async with (
@@ -103,16 +103,14 @@ def unstartable(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> 
     return PodmanService(script, store, store.sockets / "x.sock")
 
 
-async def test_one_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_service_start_gives_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = unstartable(tmp_path, "echo the reason >&2; exit 3", monkeypatch)
     with pytest.raises(RuntimeFault, match="the reason"):
         async with open_background(service.run):
             raise AssertionError("it never came up")
 
 
-def test_what_killed_nodes_left_of_their_services_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_killed_services_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets of the dead, and of their logs the empty and the old; nothing of the living, and nothing that
     is no service's.
     """
@@ -139,7 +137,7 @@ def test_what_killed_nodes_left_of_their_services_is_removed(
     assert not any(path.exists() for path in gone)
 
 
-async def test_a_background_task_outlives_its_users_and_ends_after_them() -> None:
+async def test_background_task_ends_after_users() -> None:
     events: list[str] = []
 
     async def service(ready: trio.Event) -> None:
@@ -160,7 +158,7 @@ async def test_a_background_task_outlives_its_users_and_ends_after_them() -> Non
     assert events == ["user cleaned up", "service ended"]
 
 
-async def test_a_background_tasks_error_is_itself_and_ends_the_block() -> None:
+async def test_background_error_ends_the_block() -> None:
     async def service(ready: trio.Event) -> None:
         ready.set()
         await trio.lowlevel.checkpoint()
@@ -171,7 +169,7 @@ async def test_a_background_tasks_error_is_itself_and_ends_the_block() -> None:
             await trio.sleep_forever()
 
 
-async def test_a_bug_comes_out_as_a_group() -> None:
+async def test_bug_is_raised_as_group() -> None:
     async def service(ready: trio.Event) -> None:
         await trio.lowlevel.checkpoint()
         raise ZeroDivisionError
@@ -181,7 +179,7 @@ async def test_a_bug_comes_out_as_a_group() -> None:
             await trio.sleep_forever()
 
 
-def test_the_default_store_is_one_for_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_store_is_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     assert default_state_dir().name == "podman"
     monkeypatch.setenv("XDG_STATE_HOME", "/somewhere")

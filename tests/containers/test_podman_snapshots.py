@@ -128,7 +128,7 @@ def fill(root: Path, shift: int) -> None:
     (work / "deep").chmod(0o2750)
 
 
-async def test_nothing_differs_in_another_container(box: Box, other: Box, tmp_path: Path) -> None:
+async def test_restored_container_is_identical(box: Box, other: Box, tmp_path: Path) -> None:
     fill(box.root, box.files.shift)
     (other.root / "work/removed").mkdir()
     (other.root / "work/removed/since").write_text("was in the image")
@@ -146,7 +146,7 @@ async def test_nothing_differs_in_another_container(box: Box, other: Box, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["s.snapshot-3.tar", "source", "target"]
 
 
-async def test_any_tar_reads_it(box: Box, tmp_path: Path) -> None:
+async def test_any_tar_reads_snapshot(box: Box, tmp_path: Path) -> None:
     fill(box.root, box.files.shift)
     await box.kept(tmp_path / "kept.tar")
     (tmp_path / "unpacked").mkdir()
@@ -155,7 +155,7 @@ async def test_any_tar_reads_it(box: Box, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "unpacked/work/setuid").stat().st_mode) == 0o4755
 
 
-async def test_a_place_the_image_lacks_is_made(box: Box, other: Box, tmp_path: Path) -> None:
+async def test_place_missing_in_image_is_created(box: Box, other: Box, tmp_path: Path) -> None:
     (box.root / "srv").mkdir(mode=0o711)
     (box.root / "srv/a").write_text("x")
     await box.kept(tmp_path / "kept.tar", "/srv")
@@ -164,7 +164,8 @@ async def test_a_place_the_image_lacks_is_made(box: Box, other: Box, tmp_path: P
     assert stat.S_IMODE((other.root / "srv").stat().st_mode) == 0o711
 
 
-async def test_what_is_no_file_is_left_out_and_not_missed(box: Box, tmp_path: Path) -> None:
+async def test_special_files_are_left_out(box: Box, tmp_path: Path) -> None:
+    """A file that is no plain file is left out, and not missed."""
     os.mkfifo(box.root / "work/pipe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(box.root / "work/socket"))
@@ -181,7 +182,7 @@ async def test_what_is_no_file_is_left_out_and_not_missed(box: Box, tmp_path: Pa
     await trio.run_process(["rm", "-rf", str(box.root / "work/d")])
 
 
-async def test_one_that_is_too_large_is_refused_and_nothing_is_left(box: Box, tmp_path: Path) -> None:
+async def test_oversized_snapshot_leaves_nothing(box: Box, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
     (box.root / "work/a").write_bytes(bytes(1 << 20))
@@ -203,7 +204,7 @@ async def test_too_many_files_are_refused(box: Box, tmp_path: Path, monkeypatch:
         await box.kept(tmp_path / "kept.tar")
 
 
-async def test_a_caller_that_gives_up_leaves_nothing(box: Box, tmp_path: Path) -> None:
+async def test_cancelled_snapshot_leaves_nothing(box: Box, tmp_path: Path) -> None:
     (box.root / "work/a").write_bytes(os.urandom(1 << 20))
     for number in range(5_000):
         (box.root / f"work/{number}").symlink_to("x")
@@ -213,7 +214,7 @@ async def test_a_caller_that_gives_up_leaves_nothing(box: Box, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["source"]
 
 
-async def test_a_file_that_is_written_meanwhile_is_told(
+async def test_file_written_meanwhile_is_reported(
     box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = box.root / "work/busy"
@@ -229,7 +230,7 @@ async def test_a_file_that_is_written_meanwhile_is_told(
     assert kept.changed == ("work/busy",)
 
 
-async def test_a_cut_archive_puts_nothing_into_a_container(box: Box, other: Box, tmp_path: Path) -> None:
+async def test_truncated_archive_restores_nothing(box: Box, other: Box, tmp_path: Path) -> None:
     fill(box.root, box.files.shift)
     tar = tmp_path / "kept.tar"
     await box.kept(tar)
@@ -246,7 +247,7 @@ async def test_a_cut_archive_puts_nothing_into_a_container(box: Box, other: Box,
 
 
 @pytest.mark.parametrize("how", ["climbs", "through a link", "device"])
-async def test_a_forged_archive_leads_nowhere(other: Box, tmp_path: Path, how: str) -> None:
+async def test_forged_archive_leads_nowhere(other: Box, tmp_path: Path, how: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     members = [tarfile.TarInfo("work")]
@@ -284,7 +285,7 @@ echo x > /tmp/tool.log; echo y > /var/tmp/z; touch -d '2002-02-02' deep
 
 
 @pytest.mark.podman
-async def test_a_link_for_a_workdir_leads_nowhere(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_linked_workdir_leads_nowhere(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     """Else what it leads to would be in the snapshot, and be emptied where that is restored."""
     spec = evolve(SMALL, workdir="/tmp/w")
     async with runtimes.open(spec, session_id="link", lifetime_s=LIFETIME_S) as runtime:
@@ -297,7 +298,7 @@ async def test_a_link_for_a_workdir_leads_nowhere(runtimes: NodeRuntimes, tmp_pa
 
 
 @pytest.mark.podman
-async def test_a_fresh_container_gets_what_a_running_one_had(runtimes: NodeRuntimes, tmp_path: Path) -> None:
+async def test_fresh_container_restores_running_one(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     """The first is sealed and its harness waits; the second is of the same image, and another user range."""
     tar, spec = tmp_path / "s.tar", evolve(SMALL, writable=("/srv/data", "/work/deep"))
     async with (
@@ -334,7 +335,7 @@ async def test_a_fresh_container_gets_what_a_running_one_had(runtimes: NodeRunti
             await runtimes.image_id(evolve(SMALL, image="localhost/gone:1"))
 
 
-def test_a_process_is_told_from_a_later_one_of_its_id() -> None:
+def test_reused_process_id_is_recognised() -> None:
     one = Process(pid=7, started=1, comm="sh", program="/bin/sh")
     assert one == evolve(one, comm="python", program="")
     assert one != evolve(one, started=2)

@@ -81,7 +81,7 @@ def _command(pid: str) -> bytes:
         return b""
 
 
-async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None) -> None:
+async def test_next_node_removes_killed_leftovers(podman: None) -> None:
     with node() as (process, service):
         async with open_runtimes(settings("bystander")) as bystander:
             theirs = await containers_of_node(bystander, "victim")
@@ -100,7 +100,7 @@ async def test_a_killed_node_leaves_nothing_once_the_next_one_is_up(podman: None
     assert sleepers() == 0
 
 
-async def test_a_sweep_takes_what_a_removal_left(runtimes: NodeRuntimes) -> None:
+async def test_sweep_finishes_interrupted_removal(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="kept", lifetime_s=LIFETIME_S) as kept:
         async with runtimes.open(SMALL, session_id="lost", lifetime_s=LIFETIME_S) as lost:
             runtimes._pool.starter.alive.discard(lost.id)
@@ -144,9 +144,7 @@ def as_conmon(
             os.kill(child, signal.SIGKILL)
 
 
-async def test_what_podman_has_forgotten_is_ended_and_nothing_else(
-    runtimes: NodeRuntimes, tmp_path: Path
-) -> None:
+async def test_only_forgotten_containers_are_ended(runtimes: NodeRuntimes, tmp_path: Path) -> None:
     storage = runtimes._service.store.storage
     async with runtimes.open(SMALL, session_id="known", lifetime_s=LIFETIME_S) as known:
         assert (await known.run(["true"])).exit_code == 0, "its exec has a conmon too"
@@ -167,7 +165,7 @@ async def test_what_podman_has_forgotten_is_ended_and_nothing_else(
         assert (await known.run(["echo", "still"])).stdout == b"still\n"
 
 
-async def test_labels_say_whose_it_is(runtimes: NodeRuntimes) -> None:
+async def test_labels_name_their_owner(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="s-17", lifetime_s=LIFETIME_S) as runtime:
         # others of that name may share the store
         (found,) = [
@@ -177,7 +175,7 @@ async def test_labels_say_whose_it_is(runtimes: NodeRuntimes) -> None:
         assert read_owner(found.labels[LABEL_OWNER]) == current_owner()
 
 
-def test_an_owner_is_told_from_any_other_process() -> None:
+def test_owner_process_is_recognised() -> None:
     mine = current_owner()
     assert mine.is_alive()
     assert read_owner(mine.label()) == mine
@@ -198,5 +196,5 @@ def test_an_owner_is_told_from_any_other_process() -> None:
 
 
 @pytest.mark.parametrize("label", ["", "x", "1", "1.2x", "a.b.c", ".."])
-def test_a_label_that_says_nothing_owns_nothing(label: str) -> None:
+def test_invalid_label_owns_nothing(label: str) -> None:
     assert read_owner(label) is None

@@ -29,18 +29,18 @@ def allowed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_lies_below_an_allowed_folder_is_allowed(allowed: Path) -> None:
+def test_folders_below_allowed_are_allowed(allowed: Path) -> None:
     for source in (allowed, allowed / "data", f"{allowed}/./data/"):
         assert volume_refusal(str(source), [str(allowed)]) is None
 
 
-def test_a_prefix_that_is_itself_a_link_allows_what_it_leads_to(allowed: Path, tmp_path: Path) -> None:
+def test_linked_prefix_allows_its_target(allowed: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(allowed)
     assert volume_refusal(str(allowed / "data"), [str(tmp_path / "alias")]) is None
     assert volume_refusal(str(tmp_path / "alias" / "data"), [str(allowed)]) is None
 
 
-def test_what_is_not_allowed_is_refused_with_the_setting_named(allowed: Path, tmp_path: Path) -> None:
+def test_other_folder_refusal_names_setting(allowed: Path, tmp_path: Path) -> None:
     (allowed / "up").symlink_to("../outside")
     (allowed / "loop").symlink_to("loop")
     for source in (
@@ -60,13 +60,13 @@ def test_what_is_not_allowed_is_refused_with_the_setting_named(allowed: Path, tm
         assert "is not a folder" in str(volume_refusal(str(source), [str(allowed)])), source
 
 
-def test_a_folder_with_something_mounted_in_it_is_refused() -> None:
+def test_folder_containing_mount_is_refused() -> None:
     """Its own rights would not be what the task was given."""
     assert "has another file system mounted in it" in str(volume_refusal("/", ["/"]))
     assert volume_refusal("/proc", ["/"]) is None or "mounted in it" in str(volume_refusal("/proc", ["/"]))
 
 
-def test_a_refusal_names_the_field(allowed: Path) -> None:
+def test_refusal_names_the_field(allowed: Path) -> None:
     fine, not_fine = (
         VolumeSpec(source=str(allowed), target="/data"),
         VolumeSpec(source="/etc", target="/data"),
@@ -77,7 +77,7 @@ def test_a_refusal_names_the_field(allowed: Path) -> None:
     assert refused.value.path == "$.runtime.volumes[1].source"
 
 
-def test_a_task_with_a_volume_that_is_not_allowed_is_not_admitted(allowed: Path) -> None:
+def test_forbidden_volume_rejects_task(allowed: Path) -> None:
     spec = TaskSpec(
         instruction="i",
         harness=HarnessSpec(command=("true",)),
@@ -89,7 +89,7 @@ def test_a_task_with_a_volume_that_is_not_allowed_is_not_admitted(allowed: Path)
     assert refused.value.path == "$.runtime.volumes[0].source"
 
 
-def test_a_source_is_looked_at_again_when_its_container_is_made(allowed: Path, tmp_path: Path) -> None:
+def test_source_is_rechecked_at_creation(allowed: Path, tmp_path: Path) -> None:
     volume = VolumeSpec(source=str(allowed / "data"), target="/data", write=True)
     with open_volumes((volume,), (str(allowed),)) as sources:
         assert sources.volumes == (Volume(source=str(allowed / "data"), target="/data", write=True),)
@@ -99,7 +99,7 @@ def test_a_source_is_looked_at_again_when_its_container_is_made(allowed: Path, t
         pass
 
 
-def test_a_folder_moved_while_its_container_is_made_is_found_out(allowed: Path, tmp_path: Path) -> None:
+def test_folder_moved_during_creation_is_detected(allowed: Path, tmp_path: Path) -> None:
     """What stands in the container is compared with what was checked; `root` stands for the container."""
     volume = VolumeSpec(source=str(allowed / "data"), target="/data")
     root = tmp_path / "root"
@@ -133,7 +133,7 @@ def shared() -> Iterator[Path]:
 
 
 @pytest.mark.podman
-async def test_a_volume_is_read_only_unless_the_task_says_otherwise(podman: None, shared: Path) -> None:
+async def test_volume_is_read_only_by_default(podman: None, shared: Path) -> None:
     spec = evolve(
         SMALL,
         volumes=(
@@ -171,7 +171,7 @@ async def test_a_volume_is_read_only_unless_the_task_says_otherwise(podman: None
 
 
 @pytest.mark.podman
-async def test_a_volume_the_node_does_not_allow_starts_no_container(podman: None, shared: Path) -> None:
+async def test_forbidden_volume_starts_no_container(podman: None, shared: Path) -> None:
     spec = evolve(SMALL, volumes=(VolumeSpec(source=str(shared), target="/data"),))
     async with open_runtimes(settings()) as runtimes:
         with pytest.raises(RuntimeFault, match="setting volumes allows: it names none"):

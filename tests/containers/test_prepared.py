@@ -32,7 +32,7 @@ def workspace(spec: RuntimeSpec = STEP) -> Workspace:
 # ── what a workspace is ───────────────────────────────────────────────────────
 
 
-def test_what_a_step_could_see_makes_another_workspace() -> None:
+def test_visible_differences_make_another_workspace() -> None:
     others = [
         evolve(STEP, workdir="/other"),
         evolve(STEP, user="root"),
@@ -60,7 +60,7 @@ def test_what_a_step_could_see_makes_another_workspace() -> None:
     assert workspace_of(STEP, "other") != workspace()
 
 
-def test_what_is_written_as_quickly_is_not_copied() -> None:
+def test_quick_workspace_is_not_copied() -> None:
     few = tuple(FileSpec(path=str(number), text="") for number in range(MIN_COPIED_FILES - 1))
     assert workspace_of(RuntimeSpec(), "i") is None
     assert workspace_of(RuntimeSpec(files=few), "i") is None
@@ -68,7 +68,8 @@ def test_what_is_written_as_quickly_is_not_copied() -> None:
     assert workspace_of(evolve(STEP, reuse_prepared=False), "i") is None
 
 
-def test_it_pays_for_several_or_the_second_time() -> None:
+def test_copying_pays_for_shared_or_repeated() -> None:
+    """A copy pays for several sessions, or the second time."""
     known: Workspaces[MemoryRuntime] = Workspaces(copies=MemoryCopies(), most=9)
     assert known.pays(workspace(), shared=True)
     other = workspace(evolve(STEP, user="root"))
@@ -118,7 +119,7 @@ class Yard:
             await runtime.close()
 
 
-async def test_all_but_the_first_start_from_its_copy(autojump_clock: Clock) -> None:
+async def test_later_sessions_start_from_copy(autojump_clock: Clock) -> None:
     yard = Yard()
     async with trio.open_nursery() as nursery:
         for _ in range(5):
@@ -129,7 +130,8 @@ async def test_all_but_the_first_start_from_its_copy(autojump_clock: Clock) -> N
     await yard.close()
 
 
-async def test_after_a_step_that_fails_the_others_try_side_by_side(autojump_clock: Clock) -> None:
+async def test_failed_step_frees_the_others(autojump_clock: Clock) -> None:
+    """After a step that fails the others try side by side."""
     fails = [True, True, True, False]
 
     async def step(runtime: MemoryRuntime) -> None:
@@ -158,7 +160,7 @@ async def test_after_a_step_that_fails_the_others_try_side_by_side(autojump_cloc
     await yard.close()
 
 
-async def test_one_that_is_cancelled_while_it_prepares_costs_the_others_nothing_but_time(
+async def test_cancelled_preparation_costs_only_time(
     autojump_clock: Clock,
 ) -> None:
     yard = Yard()
@@ -176,7 +178,7 @@ async def late(yard: Yard) -> None:
     await yard.obtain()
 
 
-async def test_a_runtime_that_does_not_start_is_its_sessions_fault_alone(autojump_clock: Clock) -> None:
+async def test_failed_start_affects_own_session(autojump_clock: Clock) -> None:
     yard = Yard()
     usual, faults = yard.start, [RuntimeFault("no")]
 
@@ -193,7 +195,7 @@ async def test_a_runtime_that_does_not_start_is_its_sessions_fault_alone(autojum
     await yard.close()
 
 
-async def test_a_question_that_fails_keeps_nobody_from_preparing(
+async def test_failed_lookup_does_not_prevent_preparing(
     autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(self: MemoryCopies, workspace: Workspace) -> str | None:
@@ -208,7 +210,7 @@ async def test_a_question_that_fails_keeps_nobody_from_preparing(
     await yard.close()
 
 
-async def test_what_can_not_be_copied_twice_is_not_tried_again(
+async def test_second_copy_failure_stops_copying(
     autojump_clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     yard = Yard()
@@ -220,7 +222,7 @@ async def test_what_can_not_be_copied_twice_is_not_tried_again(
     await yard.close()
 
 
-async def test_a_copy_that_is_gone_is_made_again(autojump_clock: Clock) -> None:
+async def test_missing_copy_is_made_again(autojump_clock: Clock) -> None:
     yard = Yard()
     await yard.obtain()
     yard.copies.images.clear()
@@ -229,7 +231,7 @@ async def test_a_copy_that_is_gone_is_made_again(autojump_clock: Clock) -> None:
     await yard.close()
 
 
-async def test_the_least_lately_used_goes(autojump_clock: Clock) -> None:
+async def test_least_recently_used_copy_goes(autojump_clock: Clock) -> None:
     yard = Yard()
     first, second, third = (workspace(evolve(STEP, user=user)) for user in ("a", "b", "c"))
     async with trio.open_nursery() as nursery:
@@ -247,7 +249,7 @@ async def test_the_least_lately_used_goes(autojump_clock: Clock) -> None:
     await yard.close()
 
 
-async def test_what_is_expected_of_the_pool(autojump_clock: Clock) -> None:
+async def test_expected_pool_demand(autojump_clock: Clock) -> None:
     yard = Yard()
     assert yard.known.expected(workspace(), 5) == (None, 1), "one of the task's own image, which prepares"
     async with trio.open_nursery() as nursery:
@@ -310,9 +312,7 @@ def test_whoever_comes_and_goes_nobody_waits_for_ever(
 # ── sessions that share one ───────────────────────────────────────────────────
 
 
-async def test_siblings_wait_for_the_first_outside_init_and_for_free(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_siblings_wait_free_outside_init(autojump_clock: Clock, tmp_path: Path) -> None:
     slow = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "50")),))
     async with town(tmp_path, {"agent": agent()}, init=1, live=9) as place:
         sharing = place.submit(num_samples=4, runtime=slow, budgets={"init_s": 60.0})
@@ -327,7 +327,7 @@ async def test_siblings_wait_for_the_first_outside_init_and_for_free(
     assert {each.outcome.status for each in place.published} == {"completed"}
 
 
-async def test_another_task_passes_siblings_that_wait(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_another_task_passes_waiting_siblings(autojump_clock: Clock, tmp_path: Path) -> None:
     slow = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "50")),))
     async with town(tmp_path, {"agent": agent(turns=1, each=1.0)}, init=2, live=9) as place:
         place.submit(num_samples=6, runtime=slow)
@@ -339,9 +339,7 @@ async def test_another_task_passes_siblings_that_wait(autojump_clock: Clock, tmp
         await place.over()
 
 
-async def test_a_fresh_evaluator_starts_from_the_sessions_own_copy(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_fresh_evaluator_uses_session_copy(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=1, each=1.0)}) as place:
         await place.one(
             runtime=STEP, evaluator=EvaluatorSpec(import_path="session_kit:READS", fresh_runtime=True)
@@ -349,7 +347,7 @@ async def test_a_fresh_evaluator_starts_from_the_sessions_own_copy(
         assert (place.runtimes.workspaces.made, place.runtimes.workspaces.reused) == (1, 1)
 
 
-async def test_a_failing_step_fails_each_of_its_group_as_ever(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_failing_step_fails_whole_group(autojump_clock: Clock, tmp_path: Path) -> None:
     broken = RuntimeSpec(prepare=(PrepareStep(argv=("false",)),))
     async with town(tmp_path, {"agent": agent()}, init=2) as place:
         place.submit(num_samples=5, runtime=broken)
@@ -359,9 +357,8 @@ async def test_a_failing_step_fails_each_of_its_group_as_ever(autojump_clock: Cl
     assert place.runtimes.workspaces.made == 0
 
 
-async def test_a_session_cancelled_while_it_prepares_gives_its_place_to_the_next(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_cancelled_preparer_is_succeeded(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A session that is cancelled while it prepares gives its place to the next."""
     async with town(tmp_path, {"agent": agent()}, init=1) as place:
         place.submit(
             task_id="first",
@@ -393,13 +390,12 @@ async def test_a_session_cancelled_while_it_prepares_gives_its_place_to_the_next
         (99, 10.0, 3.0, 8),
     ],
 )
-def test_as_many_are_enough_as_are_taken_while_one_starts(
-    waiting: int, rate: float, start_s: float, kept: int
-) -> None:
+def test_warm_count_covers_start_time(waiting: int, rate: float, start_s: float, kept: int) -> None:
+    """As many are enough as are taken while one starts."""
     assert enough(waiting=waiting, rate=rate, start_s=start_s, most=8) == kept
 
 
-def test_the_take_rate_is_of_late() -> None:
+def test_take_rate_is_recent() -> None:
     takes = TakeRate()
     assert takes.rate(5.0) == 0.0
     for at in range(800):
@@ -408,7 +404,7 @@ def test_the_take_rate_is_of_late() -> None:
     assert takes.rate(200.0 + 5 * RATE_WINDOW_S) < 0.05
 
 
-def test_starts_are_as_slow_as_the_last_few() -> None:
+def test_start_time_uses_recent_starts() -> None:
     starts = StartDurations()
     starts.took(2.0)
     assert starts.mean_s == 2.0

@@ -30,7 +30,7 @@ GAP = "         0       1000          1\n       500     100000      65536\n"
         (1000, MACHINE, ProcessRights(kind="user", ids=4294967295)),
     ],
 )
-def test_rights_are_read_from_the_map(
+def test_rights_follow_from_user_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, text: str, rights: ProcessRights
 ) -> None:
     (tmp_path / "uid_map").write_text(text)
@@ -38,13 +38,13 @@ def test_rights_are_read_from_the_map(
     assert read_rights(tmp_path) == rights
 
 
-def test_root_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_process_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "execve", None)
     enter_user_namespace()
 
 
-def test_it_is_entered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_entry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv(CONFIGURED_VARIABLE, "done")
     with pytest.raises(RuntimeFault, match="is set, and this process is not root: unset it"):
@@ -61,7 +61,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_what_podman_does_not_give_is_told_with_a_remedy(
+def test_missing_podman_rights_have_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     for name in PROGRAMS:
@@ -73,7 +73,7 @@ def test_what_podman_does_not_give_is_told_with_a_remedy(
         enter_user_namespace()
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(RuntimeFault, match="podman is not installed: an administrator has to run, once"):

@@ -34,7 +34,7 @@ def test_cursor_refuses_other_text(text: str) -> None:
     assert refused.value.path == "?after"
 
 
-def test_cursor_of_old_fleet() -> None:
+def test_old_fleet_cursor_is_read() -> None:
     """What a fleet of version 0.1 gave its readers."""
     with pytest.raises(Refused, match="id is a position in a fleet of an earlier release") as refused:
         Cursor.read("vASNFZ4mrze8p", "$.id")

@@ -11,18 +11,18 @@ def test_own_labels_win_over_settings() -> None:
     assert found == {"gpu": "h100", "model": "tiny", "node": "n0"}
 
 
-def test_unmet_names_the_label() -> None:
+def test_unmet_label_is_named() -> None:
     labels = {"gpu": "h100", "model": "tiny"}
     assert first_unmet_label({"gpu": "h100"}, labels) is None
     assert first_unmet_label({"model": "tiny", "gpu": "b200"}, labels) == "gpu"
     assert first_unmet_label({"zone": "a"}, labels) == "zone"
 
 
-def test_label_texts_have_one_order() -> None:
+def test_label_text_has_fixed_order() -> None:
     assert format_labels({"b": "2", "a": "1"}) == format_labels({"a": "1", "b": "2"}) == "a=1, b=2"
 
 
-def test_one_of_several_models_is_named() -> None:
+def test_requires_names_one_of_models() -> None:
     policy, judge = {"model": "policy", "gpu": "x"}, {"model": "judge"}
     assert choose_model({}, [policy, policy]) == "policy"
     assert choose_model({"model": "judge"}, [judge]) == choose_model({"model": "judge"}, []) == "judge"

@@ -73,7 +73,7 @@ def test_values_are_counted_before_they_are_parsed_and_texts_are_not(value: Json
 
 
 @pytest.mark.parametrize("body", [b'"' * 99, b"\\" * 99, b'"\\', b'["' + b'\\"' * 50 + b",,"])
-def test_what_is_no_json_is_counted_too(body: bytes) -> None:
+def test_non_json_is_counted_too(body: bytes) -> None:
     assert not exceeds_values(body, 1)
 
 
@@ -87,7 +87,7 @@ def test_depth_is_counted_whatever_it_is(levels: int, limit: int) -> None:
     assert exceeds_depth([1, value, "x"], limit) == (levels + 1 > limit)
 
 
-def test_depth_needs_no_recursion() -> None:
+def test_depth_counts_without_recursion() -> None:
     value: Any = []
     for _ in range(100_000):
         value = [value]
@@ -100,7 +100,8 @@ def test_depth_needs_no_recursion() -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_each_free_value_of_a_task_has_a_depth(field: str) -> None:
+def test_task_values_have_bounded_depth(field: str) -> None:
+    """Each free value of a task has a depth."""
     read_task(with_value(field, nested(DEPTH - 1)))
     for levels in (DEPTH, 252, 400, 1000):
         with pytest.raises(Refused, match="is nested more than 100 levels deep: flatten it") as refused:
@@ -109,7 +110,8 @@ def test_each_free_value_of_a_task_has_a_depth(field: str) -> None:
         assert len(str(refused.value)) < 300
 
 
-def test_the_deepest_value_that_is_taken_is_written_everywhere() -> None:
+def test_deepest_value_is_written_everywhere() -> None:
+    """The deepest value that is taken is written everywhere."""
     spec = read_task(with_value("evaluator.parts", nested(DEPTH - 1)))
     value: Json = {"event": {"task": {"spec": task_json(spec)}}}
     for _ in range(100):
@@ -121,7 +123,8 @@ def test_the_deepest_value_that_is_taken_is_written_everywhere() -> None:
 @pytest.mark.parametrize(
     "read", [read_capture, lambda value: read_capture_end({"metrics": value["metadata"]})]
 )
-def test_a_captures_values_have_a_depth_and_a_size(read: Any) -> None:
+def test_capture_values_are_bounded(read: Any) -> None:
+    """A capture's values have a depth and a size."""
     read({"metadata": {"v": nested(DEPTH - 1)}})
     with pytest.raises(Refused, match=r"is nested more than 100 levels deep"):
         read({"metadata": {"v": nested(252)}})
@@ -129,7 +132,7 @@ def test_a_captures_values_have_a_depth_and_a_size(read: Any) -> None:
         read({"metadata": {"v": "x" * (1 << 20)}})
 
 
-def test_a_path_shows_where_and_stays_short() -> None:
+def test_fault_path_is_short() -> None:
     fault = value_fault({"a": {"b": [1, {"c": nested(200)}]}}, "$.metadata")
     assert fault is not None
     assert fault.path == "$.metadata.a.b[1].c"
@@ -138,7 +141,8 @@ def test_a_path_shows_where_and_stays_short() -> None:
 # ── size and kinds ────────────────────────────────────────────────────────────
 
 
-def test_size_and_count_are_bounded_and_equal_parts_count_each_time() -> None:
+def test_repeated_values_count_each_time() -> None:
+    """Size and count are bounded, and equal parts count each time."""
     small = ValueLimits(size=1000, count=50)
     assert value_fault({"a": ["x"] * 40}, "$", small) is None
     many, large = value_fault([0] * 60, "$.m", small), value_fault(["x" * 999], "$.m", small)
@@ -163,7 +167,7 @@ def test_size_and_count_are_bounded_and_equal_parts_count_each_time() -> None:
         ({1, 2}, "m.v is a value of type set"),
     ],
 )
-def test_what_json_has_no_form_for_is_refused(value: Any, sentence: str) -> None:
+def test_value_without_json_form_is_refused(value: Any, sentence: str) -> None:
     fault = value_fault({"v": value}, "$.m")
     assert fault is not None
     assert sentence in str(fault)
@@ -186,7 +190,7 @@ def test_what_a_json_reader_returns_passes_or_is_named(value: Any) -> None:
 # ── writing ───────────────────────────────────────────────────────────────────
 
 
-def test_anything_can_be_written() -> None:
+def test_any_old_value_is_written() -> None:
     """A journal of before may hold values that are refused today, and one must not silence a stream."""
     deep = dump_json({"kept": 1, "deep": nested(500)})
     assert deep.startswith(b'{"kept":1,')
@@ -224,7 +228,8 @@ def test_anything_can_be_written() -> None:
         ("evaluator.parts", [{}] * 33),
     ],
 )
-def test_a_number_that_no_machine_has_is_refused(path: str, value: Json) -> None:
+def test_impossible_machine_number_is_refused(path: str, value: Json) -> None:
+    """A number that no machine has is refused."""
     group, _, name = path.partition(".")
     with pytest.raises(Refused, match="must be") as refused:
         read_task({**LEAST, group: {name: value}})
@@ -232,14 +237,15 @@ def test_a_number_that_no_machine_has_is_refused(path: str, value: Json) -> None
 
 
 @pytest.mark.parametrize("value", [1e300, 2**63, -(2**64) * 1.0])
-def test_an_integer_has_at_most_64_bits(value: Json) -> None:
+def test_integer_over_64_bits_is_refused(value: Json) -> None:
     with pytest.raises(Refused, match=r"exit_code must be a whole number of at most 64 bits"):
         read_capture_end({"exit_code": value})
     with pytest.raises(Refused, match=r"num_samples must be a whole number of at most 64 bits"):
         read_task({**LEAST, "num_samples": value})
 
 
-def test_a_reward_stays_finite_where_it_is_squared() -> None:
+def test_reward_must_have_finite_square() -> None:
+    """A reward stays finite where it is squared."""
     read_capture_end({"reward": REWARD, "turn_rewards": {"0": -REWARD}})
     for end in ({"reward": 1e19}, {"reward": 0, "turn_rewards": {"0": -1e300}}):
         with pytest.raises(Refused, match=r"must be a number from -1e\+18 to 1e\+18"):
@@ -275,7 +281,7 @@ HOSTS = (
         "http://h:65535",
     ],
 )
-def test_an_address_is_taken(url: str) -> None:
+def test_valid_address_is_accepted(url: str) -> None:
     assert url_fault(url) is None
     assert read_task({**LEAST, "callback_url": url}).callback_url == url
 
@@ -304,7 +310,7 @@ def test_an_address_is_taken(url: str) -> None:
         ("http://host/" + "a" * 2048, "at most 2048 characters"),
     ],
 )
-def test_what_is_no_address_is_refused_at_submission(url: str, sentence: str) -> None:
+def test_invalid_address_refused_at_submission(url: str, sentence: str) -> None:
     server: Json = {**LEAST, "harness": {"name": "pi", "mcp_servers": {"s": {"url": url}}}}
     for task, path in (
         ({**LEAST, "callback_url": url}, "$.callback_url"),
@@ -317,14 +323,15 @@ def test_what_is_no_address_is_refused_at_submission(url: str, sentence: str) ->
 
 
 @pytest.mark.parametrize("header", [{"X-A": "b\r\nX-C: d"}, {"X A": "b"}, {"": "b"}, {"X-A": "\x00"}])
-def test_what_is_no_header_is_refused(header: Json) -> None:
+def test_invalid_header_is_refused(header: Json) -> None:
     server: Json = {"url": "http://127.0.0.1:9/mcp", "headers": header}
     with pytest.raises(Refused, match="is no HTTP header"):
         read_task({**LEAST, "harness": {"name": "pi", "mcp_servers": {"s": server}}})
 
 
 @pytest.mark.parametrize("name", ["version", "model_name"])
-def test_a_name_that_becomes_an_argument_is_printable(name: str) -> None:
+def test_argument_name_must_be_printable(name: str) -> None:
+    """A name that becomes an argument is printable."""
     for text in ("a\x00b", "a\nb", "", "x" * 257):
         with pytest.raises(Refused, match="must be 1 to 256 printable characters"):
             read_task({**LEAST, "harness": {"name": "pi", name: text}})
@@ -339,7 +346,7 @@ def test_a_name_that_becomes_an_argument_is_printable(name: str) -> None:
         {**LEAST, "harness": {"name": "pi", "env": {"x-" * 5_000_000: "y"}}},
     ],
 )
-def test_a_refusal_does_not_repeat_what_is_long(task: Json) -> None:
+def test_refusal_shortens_long_values(task: Json) -> None:
     with pytest.raises(Refused) as refused:
         read_task(task)
     assert len(str(refused.value)) <= MAX_MESSAGE_CHARS + 1
@@ -347,11 +354,11 @@ def test_a_refusal_does_not_repeat_what_is_long(task: Json) -> None:
 
 
 @pytest.mark.parametrize("text", ["a = " + "[" * 3000 + "]" * 3000, "a" + ".a" * 3000 + " = 1"])
-def test_toml_of_any_depth_is_read_or_refused(text: str) -> None:
+def test_deep_toml_is_read_or_refused(text: str) -> None:
     with pytest.raises(Refused, match="nested too deeply to be read: flatten it"):
         read_toml_value(text)
 
 
-def test_a_number_of_hundreds_of_digits_is_refused() -> None:
+def test_number_of_hundreds_digits_refused() -> None:
     with pytest.raises(Refused, match="must be a number of at most 64 bits"):
         structure({**LEAST, "budgets": {"run_s": 10**400}}, TaskSpec)

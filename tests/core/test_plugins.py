@@ -25,11 +25,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("allowed", [("*",), ("json",), ("other", "json")])
-def test_an_allowed_module_is_imported(allowed: tuple[str, ...]) -> None:
+def test_allowed_module_is_imported(allowed: tuple[str, ...]) -> None:
     assert plugins.load("json:dumps", allowed=allowed) is json.dumps
 
 
-def test_a_prefix_allows_what_lies_below(package: str) -> None:
+def test_prefix_allows_modules_below(package: str) -> None:
     score = plugins.load(f"{package}.good:score", allowed=(package,))
     assert callable(score)
     assert score() == 1.0
@@ -38,7 +38,7 @@ def test_a_prefix_allows_what_lies_below(package: str) -> None:
 @pytest.mark.parametrize(
     "allowed", [(), ("acme",), ("acme_rewards.good",), ("acme_rewards.broken.more",), ("",)]
 )
-def test_what_is_not_allowed_is_never_run(package: str, allowed: tuple[str, ...]) -> None:
+def test_forbidden_module_is_never_run(package: str, allowed: tuple[str, ...]) -> None:
     with pytest.raises(Refused, match="may not be imported by this node: add it"):
         plugins.load(f"{package}.broken:score", allowed=allowed)
     assert f"{package}.broken" not in sys.modules
@@ -62,12 +62,12 @@ def test_what_is_not_allowed_is_never_run(package: str, allowed: tuple[str, ...]
         "json:1",
     ],
 )
-def test_what_is_no_import_path_is_refused(import_path: str) -> None:
+def test_malformed_import_path_is_refused(import_path: str) -> None:
     with pytest.raises(Refused, match="write it as package"):
         plugins.load(import_path, allowed=("*",))
 
 
-def test_a_missing_module_is_a_sentence(package: str) -> None:
+def test_missing_module_is_named(package: str) -> None:
     with pytest.raises(
         Refused, match=r"importing 'acme_rewards.nothing' failed: No module named 'acme_rewards.nothing'"
     ):
@@ -75,13 +75,14 @@ def test_a_missing_module_is_a_sentence(package: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "why"), [("broken", "no licence"), ("quits", "division by zero")])
-def test_a_module_that_fails_is_the_callers_fault_with_its_cause(package: str, module: str, why: str) -> None:
+def test_failing_module_is_callers_fault(package: str, module: str, why: str) -> None:
+    """A module that fails is the caller's fault, with its cause."""
     with pytest.raises(Refused, match=why) as caught:
         plugins.load(f"{package}.{module}:score", allowed=(package,))
     assert caught.value.__cause__ is not None
     assert caught.value.boundary == "client"
 
 
-def test_a_missing_attribute_is_a_sentence() -> None:
+def test_missing_attribute_is_named() -> None:
     with pytest.raises(Refused, match="module 'json' has no attribute 'nothing'"):
         plugins.load("json:nothing", allowed=("json",))

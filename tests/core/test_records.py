@@ -23,12 +23,12 @@ def turn(*, prompt: int, delta: int, sampled: int) -> Turn:
 
 
 @pytest.mark.parametrize(("prompt", "delta", "sampled", "begin", "end"), [(5, 5, 2, 0, 7), (9, 3, 0, 6, 9)])
-def test_a_turn_knows_its_place_in_a_row(prompt: int, delta: int, sampled: int, begin: int, end: int) -> None:
+def test_turn_place_in_row(prompt: int, delta: int, sampled: int, begin: int, end: int) -> None:
     found = turn(prompt=prompt, delta=delta, sampled=sampled)
     assert (found.begin, found.end) == (begin, end)
 
 
-def test_alternatives_are_cut_and_joined() -> None:
+def test_alternatives_are_sliced_and_joined() -> None:
     top = TopLogprobs(k=2, ids=ids([1, 2, 3, 4]), logprobs=floats([-1, -2, -3, -4]))
     assert top.row(1) == ((3, -3.0), (4, -4.0))
     assert top.narrowed(1).row(1) == ((3, -3.0),)
@@ -38,7 +38,7 @@ def test_alternatives_are_cut_and_joined() -> None:
     assert TopLogprobs.joined([top, top.narrowed(1)]) is None
 
 
-def test_experts_are_joined_only_without_a_gap() -> None:
+def test_experts_join_only_without_gap() -> None:
     def rows(start: int, end: int) -> RoutedExperts:
         return RoutedExperts(start=start, layers=1, top_k=1, dtype="uint8", data=bytes(range(start, end)))
 
@@ -46,6 +46,6 @@ def test_experts_are_joined_only_without_a_gap() -> None:
     assert RoutedExperts.joined([rows(0, 2), rows(3, 5)], 5) is None
 
 
-def test_rewards_of_turns_are_nobodys_until_they_are_given() -> None:
+def test_turn_rewards_default_to_none() -> None:
     assert TurnSpan(turn=0, start=1, end=2).reward is None
     assert Verdict(reward=1.0).turn_rewards == {}

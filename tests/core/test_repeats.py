@@ -63,7 +63,7 @@ def test_a_run_is_what_a_naive_reader_counts(results: list[str], most: int) -> N
     assert equal_turns(talk(*map(bash, results)), most) == min(most, run)
 
 
-def test_only_the_end_counts() -> None:
+def test_only_final_turns_count() -> None:
     loop, other = bash("same"), bash("same", "pwd")
     assert equal_turns(talk(loop, loop, loop, other), ANY) == 1
     assert equal_turns(talk(loop, loop, other, loop, loop), ANY) == 2
@@ -79,11 +79,14 @@ def test_only_the_end_counts() -> None:
         (Message(role="assistant", text="a prefix"),),
     ],
 )
-def test_a_conversation_without_a_result_at_its_end_has_no_run(messages: tuple[Message, ...]) -> None:
+def test_no_run_without_final_result(messages: tuple[Message, ...]) -> None:
+    """A conversation without a result at its end has no run."""
     assert equal_turns(messages, ANY) == 0
 
 
-def test_arguments_are_compared_as_json_and_as_text_where_they_are_none() -> None:
+def test_arguments_compare_as_json_or_text() -> None:
+    """Arguments are compared as JSON, and as text where they are none."""
+
     def of(*arguments: str) -> int:
         return equal_turns(talk(*(("", [("t", each, "r")]) for each in arguments)), ANY)
 
@@ -96,7 +99,8 @@ def test_arguments_are_compared_as_json_and_as_text_where_they_are_none() -> Non
     assert of("9" * 9_999, "9" * 10_000) == 1  # more digits than Python reads
 
 
-def test_results_of_parallel_calls_belong_to_their_calls_in_any_order() -> None:
+def test_parallel_results_match_in_any_order() -> None:
+    """Results of parallel calls belong to their calls in any order."""
     one = talk(("", [("a", "{}", "1"), ("b", "{}", "2")]))
     swapped = (*one[:-2], one[-1], one[-2])
     assert equal_turns((*one, *swapped[2:]), ANY) == 2
@@ -104,13 +108,16 @@ def test_results_of_parallel_calls_belong_to_their_calls_in_any_order() -> None:
     assert equal_turns((*one, *crossed[2:]), ANY) == 1
 
 
-def test_a_call_without_a_result_is_not_one_with_an_empty_result() -> None:
+def test_missing_result_is_not_empty() -> None:
+    """A call without a result is not one with an empty result."""
     whole, call = talk(("", [("a", "{}", "")])), ToolCall(id="x", name="a", arguments="{}")
     lost = (Message(role="assistant", calls=(call,)), Message(role="user", text=""))
     assert equal_turns((*whole, *lost), ANY) == 1
 
 
-def test_what_a_user_writes_beside_a_result_is_part_of_what_came_back() -> None:
+def test_user_text_beside_result_counts() -> None:
+    """A user's text beside a result is part of what came back."""
+
     def beside(*texts: str) -> int:
         messages = list(HEAD)
         for text in texts:
@@ -134,14 +141,16 @@ def nag(*turns: tuple[str, str]) -> tuple[Message, ...]:
     )
 
 
-def test_turns_without_calls_are_equal_with_the_same_text_and_the_same_reply() -> None:
+def test_callless_turns_compare_text_and_reply() -> None:
+    """Turns without calls are equal with the same text and the same reply."""
     assert equal_turns(nag(*[("I am done.", "Call a tool.")] * 4), ANY) == 4
     assert equal_turns(nag(("I am done.", "Call a tool."), ("I give up.", "Call a tool.")), ANY) == 1
     assert equal_turns(nag(("Yes.", "And 2?"), ("Yes.", "And 3?")), ANY) == 1
     assert equal_turns(nag(("a", "Format error: no action"), ("b", "Format error: no action")), ANY) == 2
 
 
-def test_halves_of_one_answer_are_one_turn() -> None:
+def test_split_answer_is_one_turn() -> None:
+    """Halves of one answer are one turn."""
     halves = (Message(role="assistant", text="I am"), Message(role="assistant", text=" done."))
     reply = Message(role="user", text="Call a tool.")
     assert equal_turns((*nag(("I am done.", "Call a tool.")), *halves, reply), ANY) == 2
@@ -184,7 +193,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_the_same_error_counts_whatever_was_called(error: str) -> None:
+def test_same_error_counts_whatever_called(error: str) -> None:
     steps = [
         bash(error, "first"),
         bash(error, "second"),
@@ -198,12 +207,14 @@ def test_the_same_error_counts_whatever_was_called(error: str) -> None:
 
 
 @pytest.mark.parametrize("result", HARMLESS)
-def test_what_comes_back_with_progress_is_no_error(result: str) -> None:
+def test_progress_result_is_no_error(result: str) -> None:
+    """A result that shows progress is no error."""
     assert equal_turns(talk(*(bash(result, f"step {number}") for number in range(9))), ANY) == 1
     assert equal_turns(talk(*[bash(result)] * 9), ANY) == 9  # but the same call again is a repeat
 
 
-def test_a_run_of_one_kind_does_not_lengthen_a_run_of_the_other() -> None:
+def test_runs_of_kinds_count_apart() -> None:
+    """A run of one kind does not lengthen a run of the other."""
     failing = [bash("Error: no", f"step {number}") for number in range(3)]
     same = [bash("ok", "step 2")] * 2
     assert equal_turns(talk(*failing, *same), ANY) == 2
@@ -231,7 +242,8 @@ def test_a_run_of_one_kind_does_not_lengthen_a_run_of_the_other() -> None:
         ("text", "text\n<system-reminder>\nnow\n</system-reminder>"),
     ],
 )
-def test_the_same_result_at_another_time_is_the_same(one: str, other: str) -> None:
+def test_time_does_not_change_result(one: str, other: str) -> None:
+    """The same result at another time is the same."""
     assert equal_turns(talk(bash(one), bash(other)), ANY) == 2
 
 
@@ -245,5 +257,5 @@ def test_the_same_result_at_another_time_is_the_same(one: str, other: str) -> No
         ("a", "A"),
     ],
 )
-def test_another_result_is_another(one: str, other: str) -> None:
+def test_other_result_breaks_the_run(one: str, other: str) -> None:
     assert equal_turns(talk(bash(one), bash(other)), ANY) == 1

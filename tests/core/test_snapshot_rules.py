@@ -27,7 +27,7 @@ def session() -> tuple[Turn, ...]:
     return toy.turns
 
 
-def test_what_is_known_before_a_turn() -> None:
+def test_turns_chosen_beforehand() -> None:
     named = SnapshotSpec(turns=(0, 3))
     assert [turn for turn in range(5) if asked_for(named, turn, last=0)] == [0, 3]
     every = SnapshotSpec(every=2)
@@ -43,14 +43,15 @@ def test_what_is_known_before_a_turn() -> None:
 @pytest.mark.parametrize(
     ("calls", "expected"), [((1,), [0]), ((2,), [1]), ((3,), [1]), ((4,), [3]), ((5,), []), ((1, 4), [0, 3])]
 )
-def test_the_turn_that_makes_a_tool_call_passes(calls: tuple[int, ...], expected: list[int]) -> None:
+def test_tool_call_turn_passes(calls: tuple[int, ...], expected: list[int]) -> None:
+    """The turn that makes a tool call passes."""
     turns, spec = session(), SnapshotSpec(tool_calls=calls)
     assert [turn.index for turn in turns if passes(spec, turns, turn.index)] == expected
     assert has_pending_rules(spec, turns) == (5 in calls)
     assert has_pending_rules(spec, turns[:2]) == (max(calls) > 3)
 
 
-def test_an_uncertain_turn_passes() -> None:
+def test_uncertain_turn_passes() -> None:
     turns = session()
     means = [-sum(turn.logprobs) / len(turn.logprobs) for turn in turns]
     assert means == sorted(means)
@@ -59,13 +60,14 @@ def test_an_uncertain_turn_passes() -> None:
     assert has_pending_rules(spec, turns)
 
 
-def test_a_turn_that_sampled_nothing_passes_nothing() -> None:
+def test_turn_without_sample_never_passes() -> None:
     toy = toys.Session()
     failed = toy.end(toy.begin(toys.ask(toys.user())), None, state="failed", sampled=[])
     assert not passes(SnapshotSpec(entropy=0.0, tool_calls=(1,)), [failed], 0)
 
 
-def test_what_is_written_is_read_again_and_listed_without_its_secret() -> None:
+def test_written_snapshot_hides_its_secret() -> None:
+    """A written snapshot is read again, and is listed without its secret."""
     call = ToolCall(id="call_1", name="bash", arguments='{"a": 1}')
     snapshot = Snapshot(
         session_id="s",

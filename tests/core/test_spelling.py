@@ -21,16 +21,16 @@ from polarnode.core.spelling import nearest, remedy
         ("x" * 1000, ("x" * 999,), None),
     ],
 )
-def test_what_is_near_is_meant(name: str, known: tuple[str, ...], meant: str | None) -> None:
+def test_nearest_name_is_suggested(name: str, known: tuple[str, ...], meant: str | None) -> None:
     assert nearest(name, known) == meant
 
 
-def test_all_names_are_listed_behind_the_nearest() -> None:
+def test_all_names_follow_the_nearest() -> None:
     assert remedy("codx", ("pi", "codex")) == "did you mean codex? there are: codex, pi"
     assert remedy("zzz", ("pi", "codex")) == "there are: codex, pi"
 
 
-def test_a_harness_may_be_its_name_alone() -> None:
+def test_harness_may_be_bare_name() -> None:
     short, written = read_task({"instruction": "x", "harness": "pi"}), {"name": "pi"}
     assert short == read_task({"instruction": "x", "harness": written})
     with pytest.raises(Refused, match="harness must be a name or an object, not a number") as refused:

@@ -60,12 +60,13 @@ def refusal(value: Json, *, forbid_extra: bool = False) -> tuple[str | None, str
     return caught.value.path, str(caught.value)
 
 
-def test_a_value_that_is_no_json_is_a_bug_of_ours() -> None:
+def test_unwritable_value_is_internal_error() -> None:
+    """A value that is no JSON is an internal error."""
     with pytest.raises(TypeError, match="complex"):
         kind_of(1j)
 
 
-def test_a_whole_request_is_read() -> None:
+def test_whole_request_is_read() -> None:
     read = structure(
         request(
             max_tokens=5.0,
@@ -85,7 +86,7 @@ def test_a_whole_request_is_read() -> None:
     assert (read.anything, read.blob, read.headers) == ({"x": [1]}, [None], {"a": "b"})
 
 
-def test_a_union_is_chosen_by_kind_and_by_tag() -> None:
+def test_union_chosen_by_kind_and_tag() -> None:
     parts: Json = [{"type": "text", "text": "a"}, {"type": "image", "url": None}]
     read = structure(request(messages=[{"role": "user", "content": parts}]), Request)
     assert read.messages[0].content == (Text(text="a"), Image(type="image"))
@@ -130,19 +131,19 @@ def test_a_union_is_chosen_by_kind_and_by_tag() -> None:
         ({"sort": 1}, "$.sort", "must be a string"),
     ],
 )
-def test_a_misfit_is_refused_with_its_path(fields: dict[str, Any], path: str, words: str) -> None:
+def test_mistyped_value_refused_with_path(fields: dict[str, Any], path: str, words: str) -> None:
     where, sentence = refusal(request(**fields))
     assert where == path
     assert words in sentence
     assert sentence.startswith(path.removeprefix("$."))
 
 
-def test_the_root_itself_can_be_wrong() -> None:
+def test_root_may_be_refused_too() -> None:
     assert refusal([]) == ("$", "the body must be an object, not a list")
     assert refusal({}) == ("$.messages", "messages is missing: it is required")
 
 
-def test_an_unknown_field_is_ignored_or_refused() -> None:
+def test_unknown_field_ignored_or_refused() -> None:
     assert structure(request(maxtokens=5), Request).max_tokens is None
     path, sentence = refusal(request(maxtokens=5), forbid_extra=True)
     assert (path, sentence) == ("$.maxtokens", "maxtokens is not a known field: did you mean max_tokens?")
@@ -152,7 +153,8 @@ def test_an_unknown_field_is_ignored_or_refused() -> None:
     assert path == "$.messages[0].rolle"
 
 
-def test_a_misspelt_required_field_is_named_before_the_missing_one() -> None:
+def test_misspelt_field_precedes_missing_one() -> None:
+    """A misspelt required field is named before the missing one."""
     path, sentence = refusal({"message": []}, forbid_extra=True)
     assert path == "$.message"
     assert "did you mean messages?" in sentence
@@ -172,7 +174,8 @@ class Evens:
     all: tuple[Even, ...]
 
 
-def test_a_refusal_of_a_class_keeps_its_words_and_gains_its_place() -> None:
+def test_class_refusal_gains_its_path() -> None:
+    """A refusal of a class keeps its words and gains its place."""
     with pytest.raises(Refused) as caught:
         structure({"all": [{"number": 2}, {"number": 3}]}, Evens)
     assert (caught.value.path, str(caught.value)) == ("$.all[1].number", "number must be even")
@@ -191,7 +194,8 @@ class Unreadable:
     what: complex
 
 
-def test_a_bug_of_ours_is_never_the_clients_fault() -> None:
+def test_internal_errors_are_not_refusals() -> None:
+    """An internal error is never the client's fault."""
     with pytest.raises(ZeroDivisionError):
         structure({"number": 1}, Buggy)
     with pytest.raises(StructureHandlerNotFoundError):
@@ -208,7 +212,7 @@ def test_a_bug_of_ours_is_never_the_clients_fault() -> None:
         (b"\xff", "UTF-8"),
     ],
 )
-def test_what_is_no_json_is_refused_with_its_position(body: bytes, words: str) -> None:
+def test_non_json_refused_with_position(body: bytes, words: str) -> None:
     with pytest.raises(Refused, match=words):
         read_json(body)
 

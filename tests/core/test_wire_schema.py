@@ -74,18 +74,19 @@ def test_the_schema_and_the_reader_say_the_same(value: Any) -> None:
         {"instruction": "x", "harness": {"name": 5}},
     ],
 )
-def test_what_is_no_task_fits_not(value: Any) -> None:
+def test_non_tasks_do_not_fit(value: Any) -> None:
     assert not TASK.is_valid(value)
     with pytest.raises(Refused):
         read_task(value)
 
 
-def test_a_capture_is_said_too() -> None:
+def test_capture_has_its_own_schema() -> None:
     assert validator(CaptureSpec).is_valid({"metadata": {"a": [1, None]}, "sampling": {"stop": ["x"]}})
     assert not validator(CaptureSpec).is_valid({"instruction": "x"})
 
 
-def test_answers_may_grow_and_defaults_are_told() -> None:
+def test_answers_allow_growth_and_name_defaults() -> None:
+    """Answers may grow, and defaults are in the schema."""
     schemas = SchemaCollector(strict=False)
     schemas.of(TaskSpec)
     task: Any = schemas.named["TaskSpec"]
@@ -94,6 +95,7 @@ def test_answers_may_grow_and_defaults_are_told() -> None:
     assert set(task["required"]) == {"instruction", "harness"}
 
 
-def test_what_json_has_no_shape_for_is_our_bug() -> None:
+def test_unshapable_type_is_internal_error() -> None:
+    """A type that JSON has no shape for is an internal error."""
     with pytest.raises(TypeError, match="bytes"):
         SchemaCollector(strict=True).of(bytes)

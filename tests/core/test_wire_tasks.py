@@ -33,11 +33,11 @@ from polarnode.core.task import (
 LEAST: dict[str, Json] = {"instruction": "fix the bug", "harness": {"name": "pi"}}
 
 
-def test_the_least_task_has_every_default() -> None:
+def test_minimal_task_has_every_default() -> None:
     assert read_task(LEAST) == TaskSpec(instruction="fix the bug", harness=HarnessSpec(name="pi"))
 
 
-def test_a_whole_task_is_read() -> None:
+def test_whole_task_is_read() -> None:
     spec = read_task(
         {
             "task_id": "t-1",
@@ -221,7 +221,8 @@ def place(fields: dict[str, Any], path: str, value: Any) -> dict[str, Json]:
         ("sampling.stop", [""], "$.sampling.stop", "empty string"),
     ],
 )
-def test_what_can_not_be_is_refused_where_it_stands(at: str, value: Any, path: str, words: str) -> None:
+def test_impossible_value_refused_with_path(at: str, value: Any, path: str, words: str) -> None:
+    """An impossible value is refused where it stands."""
     with pytest.raises(Refused) as caught:
         read_task(place(LEAST, at, value))
     assert caught.value.path == path
@@ -236,7 +237,8 @@ def test_what_can_not_be_is_refused_where_it_stands(at: str, value: Any, path: s
         ({"volumes": [{"source": "/a", "target": "/data", "write": True}]}, "the volume /data: set write ="),
     ],
 )
-def test_a_snapshot_of_what_no_archive_holds_is_refused(runtime: dict[str, Json], words: str) -> None:
+def test_snapshot_without_archive_is_refused(runtime: dict[str, Json], words: str) -> None:
+    """A snapshot of a folder that no archive holds is refused."""
     task = LEAST | {"runtime": runtime}
     assert not read_task(task).snapshot_at.wanted
     with pytest.raises(Refused, match=words) as caught:
@@ -244,7 +246,8 @@ def test_a_snapshot_of_what_no_archive_holds_is_refused(runtime: dict[str, Json]
     assert caught.value.path == "$.snapshot_at"
 
 
-def test_a_list_is_short_for_the_turns_of_snapshots() -> None:
+def test_snapshot_list_means_turns() -> None:
+    """A list is short for the turns of snapshots."""
     spec = read_task(LEAST | {"snapshot_at": [3, 0]}).snapshot_at
     assert spec == SnapshotSpec(turns=(3, 0))
     assert (spec.wanted, spec.is_provisional) == (True, False)
@@ -290,7 +293,7 @@ def test_a_task_goes_round(spec: TaskSpec) -> None:
     assert read_task(read_json(dump_json(task_json(spec)))) == spec
 
 
-def test_sampling_has_the_same_ranges_wherever_it_is_said() -> None:
+def test_sampling_ranges_are_same_everywhere() -> None:
     assert first_broken(sampling_rules(Sampling(), "$")) is None
     broken = first_broken(sampling_rules(Sampling(top_p=2.0), "$.generationConfig"))
     assert broken is not None
@@ -314,7 +317,7 @@ text = "as it stands"
 """
 
 
-def test_a_folder_is_a_task() -> None:
+def test_folder_is_read_as_task() -> None:
     files = {"task.md": "füge hinzu".encode(), "x.bin": b"\x00\xff"}
     spec = read_task(read_toml_value(TOML, read_file=files.__getitem__))
     assert (spec.instruction, spec.num_samples, spec.budgets.run_s) == ("füge hinzu", 4, 60.0)
@@ -345,20 +348,22 @@ def test_a_folder_is_a_task() -> None:
         ),
     ],
 )
-def test_toml_that_is_no_task_is_refused(text: str, path: str | None, words: str) -> None:
+def test_non_task_toml_is_refused(text: str, path: str | None, words: str) -> None:
     with pytest.raises(Refused) as caught:
         read_task(read_toml_value(text, read_file={"bin": b"\xff"}.__getitem__))
     assert caught.value.path == path
     assert words in str(caught.value)
 
 
-def test_without_a_reader_files_are_unknown_fields() -> None:
+def test_files_unknown_without_reader() -> None:
+    """Without a reader, files are unknown fields."""
     with pytest.raises(Refused, match="instruction_file is not a known field: did you mean instruction"):
         read_task(read_toml_value(TOML))
 
 
 @pytest.mark.parametrize("policy", ["keep", "template"])
-def test_a_task_says_what_a_prompt_shows_of_thoughts(policy: str) -> None:
+def test_task_sets_thinking_policy(policy: str) -> None:
+    """A task says what a prompt shows of thoughts."""
     assert read_task(LEAST).thinking == "keep"
     assert read_task({**LEAST, "thinking": policy}).thinking == policy
     assert task_json(read_task({**LEAST, "thinking": policy}))["thinking"] == policy
@@ -371,13 +376,13 @@ def test_a_task_says_what_a_prompt_shows_of_thoughts(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop", "", None, True])
-def test_another_thinking_policy_is_refused_at_its_path(policy: Json) -> None:
+def test_unknown_thinking_policy_is_refused(policy: Json) -> None:
     with pytest.raises(Refused) as refused:
         read_task({**LEAST, "thinking": policy})
     assert refused.value.path == "$.thinking"
 
 
-def test_labels_that_a_task_requires_are_short_texts() -> None:
+def test_required_labels_are_short_texts() -> None:
     spec = read_task({**LEAST, "requires": {"gpu": "h100", "model": "Qwen3 8B"}})
     assert spec.requires == {"gpu": "h100", "model": "Qwen3 8B"}
     assert task_json(spec)["requires"] == {"gpu": "h100", "model": "Qwen3 8B"}

@@ -80,7 +80,7 @@ def trajectory(*session: Turn, **more: Any) -> Trajectory:
 SESSION = (turn(0, None, [1, 2, 3], [4, 5]), turn(1, 0, [6], [7, 8, 9], version="v2"))
 
 
-def test_the_shape_is_the_one_promised() -> None:
+def test_json_shape_is_as_promised() -> None:
     value: Any = trajectory_json(
         trajectory(*SESSION, left_out=(LeftOut(turn=0, reason="retried"),), harness="pi", model="tiny")
     )
@@ -129,7 +129,7 @@ def test_the_shape_is_the_one_promised() -> None:
     }
 
 
-def test_anyone_can_check_a_prompt() -> None:
+def test_prompt_digest_can_be_recomputed() -> None:
     """The digest is of the whole prompt as little-endian int32, made here without our code."""
     digests = prompt_digests(SESSION)
     assert digests[0] == hashlib.sha256(struct.pack("<3i", 1, 2, 3)).hexdigest()
@@ -138,7 +138,8 @@ def test_anyone_can_check_a_prompt() -> None:
     assert prompt_digests((*SESSION, orphan)) == digests
 
 
-def test_a_branch_is_conditioned_on_its_own_line_only() -> None:
+def test_branch_excludes_other_lines() -> None:
+    """A branch is conditioned on its own line only."""
     branch = turn(2, 0, [60, 61], [62])
     session = {t.index: t for t in (*SESSION, branch)}
     assert sequence(session, 2) == ids([1, 2, 3, 4, 5, 60, 61, 62])
@@ -157,7 +158,8 @@ def test_a_trajectory_goes_round_as_json(arrays: Literal["json", "base64"], foun
 
 @pytest.mark.parametrize("arrays", ["json", "base64"])
 @pytest.mark.parametrize("odd", [-inf, inf, nan, -0.0, -1e-45, 3.4028234663852886e38])
-def test_what_json_has_no_number_for_comes_back_too(arrays: Literal["json", "base64"], odd: float) -> None:
+def test_non_finite_numbers_are_read_back(arrays: Literal["json", "base64"], odd: float) -> None:
+    """Numbers that JSON has no form for are read back too."""
     found = trajectory(attrs.evolve(SESSION[0], logprobs=floats([odd, -0.1])))
     body = dump_json(trajectory_json(found, arrays=arrays, turns="full"))
     back = read_trajectory(read_json(body))
@@ -169,7 +171,8 @@ def test_what_json_has_no_number_for_comes_back_too(arrays: Literal["json", "bas
     assert b"null" not in dump_json(trajectory_json(found, arrays=arrays)["traces"][0]["logprobs"])  # type: ignore[index,call-overload]
 
 
-def test_null_is_what_older_nodes_wrote_for_it_and_other_words_are_none() -> None:
+def test_null_is_read_for_non_finite() -> None:
+    """Older nodes wrote null for such a number, and other words are refused."""
     assert isnan(read_floats([None], "$")[0])
     with pytest.raises(Refused, match="must be a list of numbers"):
         read_floats(["1.5"], "$")
@@ -191,7 +194,7 @@ def test_a_turn_goes_round_bit_for_bit(found: Turn) -> None:
     assert attrs.evolve(again, logprobs=floats()) == attrs.evolve(found, logprobs=floats())
 
 
-def test_no_turn_has_two_roles() -> None:
+def test_left_out_auxiliary_sets_role() -> None:
     """Earlier nodes left out as auxiliary what they had recorded as main."""
     session = (turn(0, None, [1], [2]), turn(1, 0, [3], [4]))
     packed = pack_trajectory(trajectory(*session, left_out=(LeftOut(turn=0, reason="auxiliary"),)))
@@ -201,7 +204,8 @@ def test_no_turn_has_two_roles() -> None:
     assert [(row["role"], row["left_out"]) for row in listed] == [("auxiliary", "auxiliary"), ("main", None)]
 
 
-def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:
+def test_derivable_trace_costs_no_tokens() -> None:
+    """A trace that its turns tell costs no tokens."""
     session = (turn(0, None, list(range(5000)), list(range(1000))), turn(1, 0, [1] * 500, list(range(1000))))
     assert len(pack_trajectory(trajectory(*session))) < 400
     foreign = attrs.evolve(merged(session, 1), token_ids=ids([7]), loss_mask=b"\1", logprobs=floats([-1.0]))
@@ -210,7 +214,7 @@ def test_a_trace_that_its_turns_tell_costs_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("mask", [[1 << 40], [1, 0, 1 << 40], [2, 0, 1]])
-def test_a_mask_takes_no_more_memory_than_its_ids(mask: list[int]) -> None:
+def test_mask_memory_is_bounded_by_ids(mask: list[int]) -> None:
     """A damaged row of a journal without checksums may claim any length."""
     session = (turn(0, None, [1], [2]),)
     foreign = attrs.evolve(merged(session, 0), token_ids=ids([7]), loss_mask=b"\1", logprobs=floats([-1.0]))
@@ -242,7 +246,8 @@ def carrying() -> tuple[Turn, ...]:
 
 
 @pytest.mark.parametrize("offset", [0, 6000])
-def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: int) -> None:
+def test_derivable_trace_costs_no_extras(offset: int) -> None:
+    """A trace that follows from its turns takes no room for its extras."""
     session = carrying()
     line, trained = list(session), {0, 1} if offset == 0 else {1}
     rows = row_extras(line, trained, offset=offset)
@@ -269,7 +274,7 @@ def test_a_trace_that_its_turns_tell_costs_nothing_of_what_it_carries(offset: in
     assert unpack_trajectory(pack_trajectory(other), session) == other
 
 
-def test_what_is_carried_says_its_shape_in_json() -> None:
+def test_extras_name_their_shape_in_json() -> None:
     first, one = carrying()
     value: Any = trajectory_json(trajectory(first, one), turns="full")["turns"]
     assert value[1]["top_logprobs"] == {"k": 3, "ids": [1] * 3000, "logprobs": [-1.0] * 3000}
@@ -304,7 +309,7 @@ def test_what_is_carried_says_its_shape_in_json() -> None:
         ("routed_experts", {"dtype": "int32"}, "one of"),
     ],
 )
-def test_what_does_not_fit_its_shape_is_refused(field: str, changed: dict[str, Json], words: str) -> None:
+def test_misshapen_extras_are_refused(field: str, changed: dict[str, Json], words: str) -> None:
     written: Any = trajectory_json(trajectory(carrying()[0]), turns="full")
     written["turns"][0][field] |= changed
     with pytest.raises(Refused, match=words) as caught:
@@ -312,7 +317,7 @@ def test_what_does_not_fit_its_shape_is_refused(field: str, changed: dict[str, J
     assert str(caught.value.path).startswith(f"$.turns[0].{field}")
 
 
-def test_a_turn_is_small() -> None:
+def test_turn_takes_few_bytes() -> None:
     """Under 64 bytes a sampled token, the goal for a session of ordinary shape: a 2 000-token prompt, then 30
     turns of 60 in, 80 out.
     """
@@ -324,14 +329,16 @@ def test_a_turn_is_small() -> None:
     assert sum(len(pack_turn(one)) for one in session) / (30 * 80) < 64
 
 
-def test_text_that_is_no_utf8_does_not_cost_the_trajectory() -> None:
+def test_invalid_utf8_text_keeps_trajectory() -> None:
+    """Text that is no UTF-8 does not cost the trajectory."""
     found = trajectory(*SESSION, outcome=Outcome(status="failed", log_tail="half of a face: \ud83d"))
     assert unpack_trajectory(pack_trajectory(found), SESSION) == found
     read = read_trajectory(read_json(dump_json(trajectory_json(found))))
     assert read.outcome.log_tail == "half of a face: \ufffd"
 
 
-def test_rewards_of_turns_and_a_lost_session_are_told_and_kept() -> None:
+def test_turn_rewards_and_lost_session_kept() -> None:
+    """Rewards of turns and a lost session are written and read back."""
     trace = merged(SESSION, 1)
     spans = (attrs.evolve(trace.turn_spans[0], reward=0.1), trace.turn_spans[1])
     found = trajectory(
@@ -349,7 +356,7 @@ def test_rewards_of_turns_and_a_lost_session_are_told_and_kept() -> None:
     assert unpack_trajectory(pack_trajectory(found), SESSION) == found
 
 
-def test_a_journal_of_before_these_rewards_is_read_and_one_without_them_is_as_small() -> None:
+def test_older_journal_without_turn_rewards() -> None:
     """What the node before wrote has none of these names, and neither has what this one writes where there is
     nothing to say.
     """
@@ -366,7 +373,7 @@ def test_a_journal_of_before_these_rewards_is_read_and_one_without_them_is_as_sm
     assert read_trajectory(older) == attrs.evolve(found, turns=())
 
 
-def test_bytes_of_another_format_are_named() -> None:
+def test_unknown_byte_format_is_named() -> None:
     with pytest.raises(JournalError, match="format 02"):
         unpack_turn(b"\x02" + msgpack.packb({}))
     with pytest.raises(JournalError, match="format none"):
@@ -385,7 +392,7 @@ def test_bytes_of_another_format_are_named() -> None:
         ("logprobs", ["x"], "list of numbers"),
     ],
 )
-def test_an_array_that_is_none_is_refused(field: str, value: Json, words: str) -> None:
+def test_malformed_array_is_refused(field: str, value: Json, words: str) -> None:
     written: Any = trajectory_json(trajectory(*SESSION))
     written["traces"][0][field] = value
     with pytest.raises(Refused, match=words) as caught:
@@ -393,13 +400,13 @@ def test_an_array_that_is_none_is_refused(field: str, value: Json, words: str) -
     assert caught.value.path == f"$.traces[0].{field}"
 
 
-def test_the_arrays_are_little_endian() -> None:
+def test_arrays_are_little_endian() -> None:
     """Whatever reads them need not be Python."""
     assert read_ids(b64encode(struct.pack("<2i", 1, -2)).decode(), "$") == ids([1, -2])
     assert encoder("base64")(floats([0.5])) == b64encode(struct.pack("<f", 0.5)).decode()
 
 
-def test_a_client_may_be_older_than_the_node() -> None:
+def test_client_may_be_older_than_node() -> None:
     written = trajectory_json(trajectory(*SESSION)) | {"new": 1}
     assert read_trajectory(written).session_id == "s"
     with pytest.raises(Refused) as caught:
@@ -422,7 +429,8 @@ def toy_session() -> toys.Session:
 
 
 @pytest.mark.parametrize("way", ["json", "packed"])
-def test_a_session_goes_on_from_turns_that_were_read_back(way: str) -> None:
+def test_session_resumes_from_read_turns(way: str) -> None:
+    """A session resumes from turns that were read back."""
     session = toy_session()
     written = trajectory(*session.turns)
     if way == "json":
@@ -438,7 +446,7 @@ def test_a_session_goes_on_from_turns_that_were_read_back(way: str) -> None:
     assert (plan.parent, plan.before_key, plan.matched) == (same.parent, same.before_key, same.matched)
 
 
-def test_no_field_of_a_turn_is_forgotten() -> None:
+def test_every_turn_field_is_kept() -> None:
     """A new field of `Turn` must be in this turn, and then it must come back in both ways."""
     full = attrs.evolve(
         turn(1, 0, [1, 2], [3], version="v3"), role="subagent", state="partial", close_length=1, finish_reason="length", refused=True, prefill="1, ", request_key="r",
@@ -460,7 +468,7 @@ def test_no_field_of_a_turn_is_forgotten() -> None:
     ).turns == (SESSION[0], full)
 
 
-def test_no_field_of_a_trace_or_a_trajectory_is_forgotten() -> None:
+def test_every_trace_and_trajectory_field_kept() -> None:
     """As above: JSON and the journal's bytes follow from the classes, whatever fields they have."""
     session = carrying()
     trace = attrs.evolve(

@@ -117,12 +117,14 @@ def shown_default(field: "attrs.Attribute[Any]") -> str:
 
 
 @pytest.mark.parametrize("cls", SPECS, ids=lambda cls: cls.__name__)
-def test_every_field_of_a_spec_is_documented_with_its_default(cls: Any) -> None:
+def test_every_spec_field_is_documented(cls: Any) -> None:
+    """Every field of a spec is documented with its default."""
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section(cls.__name__))}
     assert documented == {field.alias: shown_default(field) for field in attrs.fields(cls)}
 
 
-def test_every_setting_is_documented_with_its_default_and_its_flag() -> None:
+def test_every_setting_is_documented() -> None:
+    """Every setting is documented with its default and its flag."""
     cells = {named(row[0])[0]: row[1:] for row in rows(section("Settings of a node"))}
     expected = {field.name: shown_default(field) for field in attrs.fields(NodeConfig)} | {
         "model": "the embedded polarnode-tiny"
@@ -133,7 +135,7 @@ def test_every_setting_is_documented_with_its_default_and_its_flag() -> None:
     assert {flag: name for name, row in cells.items() for flag in named(row[0])} == flags
 
 
-def test_harnesses_evaluators_and_their_settings_are_documented() -> None:
+def test_harnesses_and_evaluators_are_documented() -> None:
     assert set(HARNESSES) <= set(named(section("HarnessSpec")))
     assert set(EVALUATORS) <= {name.strip('"') for name in named(section("EvaluatorSpec"))}
 
@@ -147,7 +149,7 @@ async def journal(tmp_path: Path) -> Any:
         yield opened
 
 
-async def test_every_route_of_the_control_plane_is_documented(journal: Journal) -> None:
+async def test_every_control_route_is_documented(journal: Journal) -> None:
     app = control_plane(
         ControlRoutes(service=TaskTaker(journal=journal)).rows(),
         token=None,
@@ -166,7 +168,7 @@ def test_every_parameter_is_documented() -> None:
     assert f"{BODY_BYTES >> 20} MiB" in section("Control plane")
 
 
-def test_the_routes_of_the_model_plane_are_those_it_has() -> None:
+def test_model_routes_match_the_page() -> None:
     documented = [named(cells[0])[0].split(" ") for cells in rows(section("Model plane"))]
     served = {
         path: route(method, path.replace("{model}", "m"), {}) for method, path in documented if path != "/"
@@ -192,7 +194,8 @@ FAULTS: dict[str, FaultKind] = {
 
 
 @pytest.mark.parametrize("begin", FAULTS)
-def test_every_fault_is_documented_in_the_words_of_each_api(begin: str) -> None:
+def test_every_fault_is_documented(begin: str) -> None:
+    """Every fault is documented in the words of each API."""
     cells = [
         cell.strip()
         for cell in next(
@@ -220,12 +223,12 @@ def row_of(begin: str, text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(f"| {begin}")).split("|", 2)[2]
 
 
-def test_every_setting_of_the_simulated_engine_is_documented() -> None:
+def test_simulated_engine_settings_are_documented() -> None:
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section("A simulated engine"))}
     assert documented == {field.name: shown_default(field) for field in attrs.fields(Simulation)}
 
 
-async def test_what_is_documented_as_missing_is_missing(journal: Journal) -> None:
+async def test_control_plane_has_no_root(journal: Journal) -> None:
     app = control_plane(ControlRoutes(service=TaskTaker(journal=journal)).rows(), token=None)
     rules = {rule.rule for rule in app.url_map.iter_rules()}
     assert not rules & {"/"}
@@ -238,7 +241,7 @@ def fields_of(title: str) -> set[str]:
     return {name for cells in rows(section(title)) for name in named(cells[0])}
 
 
-def test_every_field_of_a_trajectory_is_documented() -> None:
+def test_every_trajectory_field_is_documented() -> None:
     value: Any = codec.trajectory_json(make_trajectory("s"), turns="full")
     assert fields_of("Trajectory") == set(value)
     assert fields_of("Trace") == set(value["traces"][0])
@@ -251,12 +254,13 @@ def test_every_field_of_a_trajectory_is_documented() -> None:
         assert {field.name for field in attrs.fields(cls)} <= set(named(section(where)))
 
 
-def test_every_word_of_a_closed_set_is_documented() -> None:
+def test_every_enum_word_is_documented() -> None:
     assert set(get_args(Status)) | set(get_args(Clock)) <= set(named(section("Outcome")))
     assert {*get_args(TurnKind), *get_args(TurnState), *get_args(TurnRole)} <= set(named(section("Turn")))
 
 
-def test_the_events_are_documented_and_the_example_is_of_their_shape() -> None:
+def test_events_and_their_example_are_documented() -> None:
+    """The events are documented, and the example is of their shape."""
     text = section("Events")
     assert {*get_args(EventKind), "gap", "error"} <= set(named(text))
     for kind, seq, data in re.findall(r"^event: (\w+)\nid: (\d+)\ndata: (.*)$", text, re.MULTILINE):
@@ -286,7 +290,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_examples_in_toml_are_tasks_and_those_in_json_are_json(page: Path) -> None:
+def test_toml_and_json_examples_are_valid(page: Path) -> None:
+    """Examples in TOML are tasks, and those in JSON are JSON."""
     for block in blocks(page.read_text(), "toml"):
         assert codec.read_task(codec.read_toml_value(block)).harness.name in HARNESSES
         assert len(tomllib.loads(block)) >= 3
@@ -294,13 +299,13 @@ def test_examples_in_toml_are_tasks_and_those_in_json_are_json(page: Path) -> No
         json.loads(block)
 
 
-def test_the_readme_has_its_task() -> None:
+def test_readme_task_is_valid() -> None:
     (block,) = blocks(README, "toml")
     assert codec.read_task(codec.read_toml_value(block)).num_samples > 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
@@ -317,7 +322,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_that_are_named_exist(page: Path) -> None:
+def test_named_commands_exist(page: Path) -> None:
     text = page.read_text()
     called = re.findall(
         r"(?:^|[`/ ])polarnode ((?:-|[a-z])[^`\n#&|]*)",
@@ -335,7 +340,7 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_make_targets_that_are_named_exist(page: Path) -> None:
+def test_named_files_and_targets_exist(page: Path) -> None:
     text, targets = page.read_text(), re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE):
         assert target in targets, target
@@ -345,7 +350,7 @@ def test_files_and_make_targets_that_are_named_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
-def test_every_verb_is_documented_to_a_reader() -> None:
+def test_every_command_is_documented() -> None:
     assert isinstance(command, click.Group)
     documented = "\n".join(page.read_text() for page in PAGES)
     assert [verb for verb in command.commands if f"polarnode {verb}" not in documented] == []

@@ -29,36 +29,39 @@ PAGE = (Path(__file__).parents[2] / "docs" / "evaluators.md").read_text()
         ("program_cases", program_cases.ProgramCasesConfig),
     ],
 )
-def test_every_field_is_documented_with_its_default(title: str, cls: Any) -> None:
+def test_every_field_is_documented(title: str, cls: Any) -> None:
+    """Every field is documented with its default."""
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section(title, PAGE))}
     assert documented == {field.alias: shown_default(field) for field in attrs.fields(cls)}
 
 
-def test_every_field_of_a_case_is_documented_with_its_default() -> None:
+def test_every_case_field_is_documented() -> None:
+    """Every field of a case is documented with its default."""
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section("A case", PAGE))}
     both = (program_cases.Case, program_cases.ExpectedOutput)
     assert documented == {field.alias: shown_default(field) for cls in both for field in attrs.fields(cls)}
 
 
-def test_every_evaluator_has_a_row_on_what_can_be_forged() -> None:
+def test_evaluators_in_forgery_table() -> None:
+    """Every evaluator has a row on what can be forged."""
     cells = [cells[0] for cells in rows(section("What an agent can forge", PAGE))]
     assert set(EVALUATORS) == {name for cell in cells for name in named(cell)} - {"separate", "fresh_runtime"}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
-def test_the_examples_are_tasks(path: Path) -> None:
+def test_examples_are_valid_tasks(path: Path) -> None:
     task = read_task(read_toml_value(path.read_text()))
     found = find(task.evaluator)
     assert (found.name, found.fresh) == (task.evaluator.name, task.evaluator.name == "command")
 
 
-def test_every_evaluator_from_files_is_documented() -> None:
+def test_file_evaluators_are_documented() -> None:
     assert {each.name for each in FIXED_EVALUATORS} == {
         named(cells[0])[0] for cells in rows(section("Evaluators", PAGE))
     }
 
 
-def test_the_numbers_are_the_programs() -> None:
+def test_numbers_match_the_program() -> None:
     assert swebench.INSTALL in PAGE
     assert f"longer than {agent_programs.MAX_DATA_BYTES >> 20} MiB" in PAGE
     assert f"At most {agent_programs.MOST_REQUESTS:,} programs a test" in PAGE

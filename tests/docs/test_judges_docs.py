@@ -26,7 +26,8 @@ SHAPES = (LlmJudgeConfig, CriterionConfig, ShowConfig, TurnRewardsConfig, Weight
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-def test_every_field_is_documented_with_its_default(shape: Any) -> None:
+def test_every_field_is_documented(shape: Any) -> None:
+    """Every field is documented with its default."""
     documented = {named(cells[0])[0]: cells[1] for cells in rows(section(shape.__name__, PAGE))}
     assert documented == {field.alias: shown_default(field) for field in attrs.fields(shape)}
 
@@ -35,7 +36,7 @@ def test_every_rule_is_documented() -> None:
     assert [named(cells[0])[0] for cells in rows(section("Rules", PAGE))] == list(RULES)
 
 
-def test_its_numbers_are_the_programs() -> None:
+def test_numbers_match_the_program() -> None:
     text = section("A node's judges", PAGE)
     assert all(str(status) in text for status in PASSES)
     assert f"4 … {PAUSES.longest_s:.0f} s" in text

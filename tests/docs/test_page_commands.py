@@ -67,7 +67,8 @@ TESTED = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_a_shell_is_run_or_says_what_it_needs(page: str) -> None:
+def test_shell_block_is_run_or_noted(page: str) -> None:
+    """Every block of a shell is run by a test, or names its needs."""
     for block in shell_blocks(page):
         where = f"{page}:{block.line}"
         if block.note:
@@ -85,7 +86,8 @@ def known(line: str) -> bool:
     )
 
 
-def test_each_row_of_the_table_is_used_and_its_test_is_there() -> None:
+def test_tested_commands_are_on_pages() -> None:
+    """Each row of the table is used, and its test is there."""
     lines = [
         line
         for page in PAGES
@@ -108,7 +110,7 @@ def noted(page: str, note: str) -> Block:
     return found
 
 
-def test_the_settings_of_the_deployment_are_a_nodes() -> None:
+def test_deployment_settings_are_a_nodes() -> None:
     (block,) = (
         each for each in blocks("docs/deployment.md") if each.text.startswith("# /etc/polarnode.toml")
     )
@@ -116,7 +118,7 @@ def test_the_settings_of_the_deployment_are_a_nodes() -> None:
     assert (len(config.gpus), config.run_limit) == (8, 128)
 
 
-def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "polarnode.service"
     program = shutil.which("true") or "/bin/true"
     text = noted("docs/deployment.md", "unit: polarnode.service").text
@@ -132,7 +134,8 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_scripts_are_bashs_and_manifests_are_yaml(page: str) -> None:
+def test_scripts_and_manifests_are_valid(page: str) -> None:
+    """Scripts are bash's, and manifests are YAML."""
     for block in blocks(page):
         if block.language in ("sh", "bash"):
             done = subprocess.run(

@@ -50,7 +50,8 @@ class Loaded(HTMLParser):
         assert tag != "pre" or "mermaid" not in (given.get("class") or ""), "its program is another host's"
 
 
-def test_every_page_of_the_repository_is_a_page_of_the_site(site: Path) -> None:
+def test_every_page_is_on_site(site: Path) -> None:
+    """Every page of the repository is a page of the site."""
     pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
     missing = [
         path
@@ -65,7 +66,7 @@ def test_every_page_of_the_repository_is_a_page_of_the_site(site: Path) -> None:
     }
 
 
-def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+def test_site_loads_nothing_foreign(site: Path) -> None:
     for page in site.rglob("*.html"):
         reader = Loaded()
         reader.feed(page.read_text())
@@ -75,14 +76,14 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
         assert not re.search(r"url\(['\"]?(https?:)?//", style.read_text()), style.name
 
 
-def test_a_word_of_any_page_is_found_by_the_search(site: Path) -> None:
+def test_search_index_covers_the_pages(site: Path) -> None:
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     places = {each["location"].partition("#")[0] for each in found if "incarnation" in each["text"]}
     assert "glossary.html" in places
     assert len({each["location"].partition("#")[0] for each in found}) > 45
 
 
-def test_a_link_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+def test_dead_link_is_refused(tmp_path: Path) -> None:
     for name in (
         "mkdocs.yml",
         "tools",

@@ -31,6 +31,6 @@ def quoted() -> list[str]:
     ]
 
 
-def test_each_sentence_that_is_quoted_is_the_programs() -> None:
+def test_quoted_sentences_are_in_code() -> None:
     assert len(quoted()) >= 10
     assert [text for text in quoted() if text not in spoken()] == []

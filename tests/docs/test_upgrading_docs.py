@@ -21,7 +21,7 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
 
 
-def test_every_version_of_a_journal_is_there() -> None:
+def test_every_journal_version_is_listed() -> None:
     assert f"The journal has version {SCHEMA_VERSION}." in PAGE
     assert f"every version from {min(MIGRATIONS)} to {SCHEMA_VERSION};" in PAGE
     assert [int(row[0]) for row in table("Journals")] == list(range(2, SCHEMA_VERSION + 1))
@@ -38,9 +38,7 @@ def renamed_flags() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("verb", "old", "new"), renamed_flags())
-def test_a_flag_that_was_renamed_is_in_the_table_and_refused(
-    verb: str, old: str, new: str, tmp_path: Path
-) -> None:
+def test_renamed_flag_is_tabled_and_refused(verb: str, old: str, new: str, tmp_path: Path) -> None:
     (row,) = (row for row in table("Other names") if row[0].startswith(f"`{old}` of "))
     assert verb in row[0]
     assert row[1] == f"`{new}`"
@@ -50,12 +48,12 @@ def test_a_flag_that_was_renamed_is_in_the_table_and_refused(
     assert f"{old} is called {new} now" in refused.output
 
 
-def test_the_table_names_no_flag_that_is_still_taken() -> None:
+def test_table_names_no_valid_flag() -> None:
     documented = {row[0].split("`")[1] for row in table("Other names") if row[0].startswith("`--")}
     assert documented == {old for _, old, _ in renamed_flags()}
 
 
-def test_the_security_policy_leads_to_the_promises() -> None:
+def test_security_policy_links_exist() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     assert "private vulnerability reporting" in text
     targets = re.findall(r"\]\(([^)\s]+)\)", text)

@@ -56,7 +56,7 @@ async def sampled_by(plane: Plane, name: str) -> str:
     return str(chunks[-1].version_spans[0].version)
 
 
-async def test_an_adapter_is_served_copied_and_remembered(tmp_path: Path) -> None:
+async def test_adapter_is_copied_served_and_remembered(tmp_path: Path) -> None:
     first, second = write_adapter(tmp_path / "1"), write_adapter(tmp_path / "2", seed=2)
     async with opened(tmp_path) as plane:
         answer = await plane.node.post("/v1/adapters", new("a", "a-1", first))
@@ -88,7 +88,7 @@ async def test_an_adapter_is_served_copied_and_remembered(tmp_path: Path) -> Non
         assert (await send(plane, "a", "a-2", packed(second))).json()["created"] is False
 
 
-async def test_a_version_names_one_set_of_weights_for_ever(tmp_path: Path) -> None:
+async def test_version_names_one_adapter_forever(tmp_path: Path) -> None:
     one, other = packed(write_adapter(tmp_path / "1")), packed(write_adapter(tmp_path / "2", seed=2))
     async with opened(tmp_path) as plane:
         assert (await send(plane, "a", "1", one)).status == 201
@@ -117,9 +117,7 @@ async def test_a_version_names_one_set_of_weights_for_ever(tmp_path: Path) -> No
         assert list((tmp_path / "adapters").iterdir()) == []
 
 
-async def test_what_can_not_be_served_is_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_invalid_adapter_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = write_adapter(tmp_path / "good")
     async with opened(tmp_path) as plane:
         assert (await send(plane, "a", "1", packed(good))).status == 201
@@ -203,7 +201,7 @@ def bound(file: Path) -> None:
         taken.bind(str(file))
 
 
-async def test_a_body_goes_to_the_disk_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_upload_streams_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size, and never whole in memory; a client that is refused can read why."""
     monkeypatch.setattr(server, "MAX_BUFFERED_BYTES", 1 << 16)
     monkeypatch.setattr("polarnode.api.app.BODY_BYTES", 1 << 16)
@@ -227,7 +225,7 @@ async def test_a_body_goes_to_the_disk_as_it_comes(tmp_path: Path, monkeypatch: 
         assert (await plane.node.post("/v1/adapters", {"name": "x" * (1 << 17)})).status == 413
 
 
-async def test_what_a_killed_node_left_is_swept_and_said(tmp_path: Path) -> None:
+async def test_killed_node_leftovers_are_swept(tmp_path: Path) -> None:
     first, second = write_adapter(tmp_path / "1"), write_adapter(tmp_path / "2", seed=2)
     async with opened(tmp_path) as plane:
         assert (await send(plane, "run-a", "1", packed(first))).status == 201
@@ -250,7 +248,7 @@ async def test_what_a_killed_node_left_is_swept_and_said(tmp_path: Path) -> None
         assert (await send(plane, "run-a", "2", packed(second))).status == 201
 
 
-async def test_a_damaged_adapter_is_named_and_no_other_suffers(tmp_path: Path) -> None:
+async def test_damaged_adapter_is_named_alone(tmp_path: Path) -> None:
     bodies = {name: packed(write_adapter(tmp_path / name, seed=ord(name))) for name in "abc"}
     async with opened(tmp_path) as plane:
         for name, body in bodies.items():
@@ -276,9 +274,7 @@ async def test_a_damaged_adapter_is_named_and_no_other_suffers(tmp_path: Path) -
         assert all("lora_rank" in each["warning"] for each in (await told(plane))["adapters"])
 
 
-async def test_a_version_is_in_the_journal_before_a_token_is_sampled_by_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_version_is_journaled_before_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body, other = packed(write_adapter(tmp_path / "1")), packed(write_adapter(tmp_path / "2", seed=2))
     async with opened(tmp_path) as plane:
         assert (await send(plane, "a", "1", body)).status == 201
@@ -295,7 +291,7 @@ async def test_a_version_is_in_the_journal_before_a_token_is_sampled_by_it(
         assert (await told(plane))["updates"] == 1
 
 
-async def test_areal_names_each_version_of_an_adapter(tmp_path: Path) -> None:
+async def test_areal_names_each_adapter_version(tmp_path: Path) -> None:
     """As `areal/engine/sglang_remote.py` sends it, generation held meanwhile."""
     async with opened(tmp_path) as plane:
 
@@ -322,7 +318,8 @@ async def test_areal_names_each_version_of_an_adapter(tmp_path: Path) -> None:
         assert (await plane.node.post("/unload_lora_adapter", {"lora_name": "actor"})).status == 400
 
 
-async def test_the_settings_adapters_are_served_until_others_come(tmp_path: Path) -> None:
+async def test_configured_adapters_serve_until_replaced(tmp_path: Path) -> None:
+    """The adapters of the settings are served until others come."""
     first = write_adapter(tmp_path / "1")
     reports: list[str] = []
     names = set()
@@ -342,9 +339,7 @@ async def test_the_settings_adapters_are_served_until_others_come(tmp_path: Path
     assert reports[-1].startswith("adapter 'a' stays at version 'a-2'")
 
 
-async def test_a_relative_state_folder_is_found_by_the_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hosts_find_relative_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # `.polarnode`, the default, is relative; hosts work in folders of their own
     write_adapter(tmp_path / "1")
     async with opened(Path()) as plane:
@@ -352,7 +347,7 @@ async def test_a_relative_state_folder_is_found_by_the_hosts(
         assert (await sampled_by(plane, "a")).startswith("a-")
 
 
-async def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
+async def test_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
     """It would sample from a policy that nobody trains: its base was updated, or restored, since."""
     step = tmp_path / "step-9"
     shutil.copytree(TINY_MODEL, step)
@@ -378,7 +373,7 @@ async def test_an_adapter_of_another_base_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["ba\0se", "x" * 20_000])
-async def test_base_that_is_no_path_is_another_name(tmp_path: Path, base: str) -> None:
+async def test_invalid_base_path_is_another_name(tmp_path: Path, base: str) -> None:
     step = tmp_path / "step-9"
     shutil.copytree(TINY_MODEL, step)
     body = packed(write_adapter(tmp_path / "1", base_model_name_or_path=base))

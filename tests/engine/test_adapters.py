@@ -67,7 +67,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await trio.sleep(0.01)
 
 
-async def test_each_call_samples_by_the_adapter_it_names(tmp_path: Path) -> None:
+async def test_each_call_uses_its_adapter(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         for name in ("a", "b"):
             reports = await engines.adapters.put(name, f"{name}-1", write_adapter(tmp_path / name))
@@ -79,7 +79,8 @@ async def test_each_call_samples_by_the_adapter_it_names(tmp_path: Path) -> None
         assert not caught.value.retryable
 
 
-async def test_a_call_in_progress_ends_by_the_version_it_began_with(tmp_path: Path) -> None:
+async def test_running_call_keeps_its_version(tmp_path: Path) -> None:
+    """A call in progress ends by the version with which it began."""
     async with opened(tmp_path, tokens_per_s=200, chunk_tokens=1) as engines:
         adapters = engines.adapters
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
@@ -92,7 +93,8 @@ async def test_a_call_in_progress_ends_by_the_version_it_began_with(tmp_path: Pa
         assert adapters.versions("a") == ("a-1", "a-2")
 
 
-async def test_a_node_without_room_for_adapters_says_which_setting_gives_it(tmp_path: Path) -> None:
+async def test_missing_adapter_slots_name_setting(tmp_path: Path) -> None:
+    """A node without room for adapters says which setting gives it."""
     with pytest.raises(Conflict, match="start it with the setting lora_rank"):
         await EngineAdapters(evolve(settings(tmp_path), lora_rank=0)).put("a", "a-1", tmp_path)
     with pytest.raises(Conflict, match="the engine is external"):
@@ -102,9 +104,8 @@ async def test_a_node_without_room_for_adapters_says_which_setting_gives_it(tmp_
 # ── which version, on which hosts ─────────────────────────────────────────────
 
 
-async def test_a_version_that_one_host_refuses_is_served_by_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_version_refused_by_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that one host refuses is served by none."""
     async with opened(tmp_path, hosts=2) as engines:
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         with monkeypatch.context() as patch:
@@ -133,9 +134,8 @@ def refused_by(index: int) -> Any:
     return load
 
 
-async def test_a_host_that_dies_while_it_loads_leaves_the_version_before_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_host_death_keeps_previous_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that dies while it loads leaves the version before on all hosts."""
     ask = Host.load_adapter
 
     async def dying(host: Host, version: str, folder: Path) -> Done:
@@ -161,7 +161,7 @@ async def killed(engines: Engines) -> None:
     await until(lambda: host.restarts == 1 and host.state == "ready")
 
 
-async def test_a_host_that_died_holds_the_adapters_before_it_serves(tmp_path: Path) -> None:
+async def test_restarted_host_loads_adapters_first(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         for name in ("a", "b"):
             await engines.adapters.put(name, f"{name}-1", write_adapter(tmp_path / name))
@@ -170,7 +170,7 @@ async def test_a_host_that_died_holds_the_adapters_before_it_serves(tmp_path: Pa
         assert spans(await sample(engines, order(max_tokens=2, adapter="b"))) == [("b-1", 0, 2)]
 
 
-async def test_a_host_serves_without_an_adapter_whose_files_are_gone(tmp_path: Path) -> None:
+async def test_host_serves_despite_missing_files(tmp_path: Path) -> None:
     """Its calls fail; those of the others, and of the base, do not."""
     async with opened(tmp_path) as engines:
         for name in ("a", "b"):
@@ -183,7 +183,7 @@ async def test_a_host_serves_without_an_adapter_whose_files_are_gone(tmp_path: P
             await sample(engines, order(adapter="a"))
 
 
-async def test_what_nobody_needs_is_unloaded_and_loaded_again_by_the_next_call(tmp_path: Path) -> None:
+async def test_unused_adapter_is_unloaded_and_reloaded(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         adapters, host = engines.adapters, engines._hosts[0]
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
@@ -208,7 +208,7 @@ async def test_what_nobody_needs_is_unloaded_and_loaded_again_by_the_next_call(t
             assert not adapters.status()[0].loaded
 
 
-async def test_a_put_that_is_left_leaves_nothing(tmp_path: Path) -> None:
+async def test_abandoned_put_leaves_nothing(tmp_path: Path) -> None:
     """The load itself is not interrupted: what the hosts hold is known at any time."""
     async with opened(tmp_path) as engines:
 
@@ -224,7 +224,7 @@ async def test_a_put_that_is_left_leaves_nothing(tmp_path: Path) -> None:
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "2"))
 
 
-async def test_a_version_is_loaded_while_its_put_is_written_down(tmp_path: Path) -> None:
+async def test_version_stays_loaded_during_put(tmp_path: Path) -> None:
     """It is nobody's yet, and must not be taken for what nobody needs."""
     async with opened(tmp_path) as engines:
 
@@ -237,7 +237,7 @@ async def test_a_version_is_loaded_while_its_put_is_written_down(tmp_path: Path)
         assert engines._hosts[0].adapters == {"a-1"}
 
 
-async def test_names_that_are_taken_and_a_base_that_must_stay(tmp_path: Path) -> None:
+async def test_taken_names_and_base_are_refused(tmp_path: Path) -> None:
     async with opened(tmp_path, tokens_per_s=100) as engines:
         adapters = engines.adapters
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
@@ -320,15 +320,13 @@ def tensor(*shape: int, dtype: str = "float32") -> Any:
         ({"tensors": {"base_model.model.lm_head.weight": tensor(4, 128)}}, "is no tensor of a LoRA adapter"),
     ],
 )
-def test_an_adapter_that_is_not_sampled_by_exactly_is_refused(
-    changed: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
+def test_inexact_adapter_is_refused(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", **{"modules": Q_V, **changed})
     with pytest.raises(BadCheckpoint, match=sentence):
         check_adapter(folder, manifest(TINY_MODEL), LIMITS)
 
 
-def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+def test_adapter_of_larger_model_is_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a", modules=Q_V)
     model = {name: kind for name, kind in manifest(TINY_MODEL).items() if ".layers.3." not in name}
     with pytest.raises(
@@ -339,7 +337,7 @@ def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [None, b"{", b"[]"])
-def test_a_folder_without_peft_s_config_is_refused(config: bytes | None, tmp_path: Path) -> None:
+def test_folder_without_peft_config_is_refused(config: bytes | None, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "a")
     (folder / "adapter_config.json").unlink()
     if config is not None:
@@ -348,7 +346,7 @@ def test_a_folder_without_peft_s_config_is_refused(config: bytes | None, tmp_pat
         check_adapter(folder, manifest(TINY_MODEL), LIMITS)
 
 
-async def test_a_refusal_touches_nothing(tmp_path: Path) -> None:
+async def test_refusal_changes_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         with pytest.raises(Refused, match="the adapter cannot be served: r is 16"):
@@ -356,7 +354,7 @@ async def test_a_refusal_touches_nothing(tmp_path: Path) -> None:
         assert spans(await sample(engines, order(max_tokens=2, adapter="a"))) == [("a-1", 0, 2)]
 
 
-def test_settings_become_sglang_s(tmp_path: Path) -> None:
+def test_lora_settings_become_engine_arguments(tmp_path: Path) -> None:
     real = evolve(settings(tmp_path), simulated=None, lora_modules=Q_V, lora_slots=3)
     arguments = engine_arguments(real, nccl_port=1)
     assert {name: value for name, value in arguments.items() if "lora" in name} == {
@@ -367,7 +365,7 @@ def test_settings_become_sglang_s(tmp_path: Path) -> None:
     assert not [name for name in engine_arguments(evolve(real, lora_rank=0), nccl_port=1) if "lora" in name]
 
 
-def test_settings_that_take_no_adapters(tmp_path: Path) -> None:
+def test_settings_without_adapter_support(tmp_path: Path) -> None:
     mixture = tmp_path / "mixture"
     mixture.mkdir()
     (mixture / "config.json").write_text('{"num_experts": 8}')

@@ -54,7 +54,7 @@ class Rows:
             assert max(abs(one - other) for one, other in pairs) < TOLERANCE
 
 
-async def test_adapters_of_a_real_engine(tmp_path: Path, temporary: Path) -> None:
+async def test_adapters_on_real_engine(tmp_path: Path, temporary: Path) -> None:
     digest = sha256((TINY_MODEL / "model.safetensors").read_bytes()).hexdigest()
     settings = EngineSettings(
         model_path=TINY_MODEL, device="cpu", state_dir=tmp_path / "state", context_length=4096,

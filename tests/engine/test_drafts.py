@@ -68,7 +68,7 @@ def test_exact_drafts_are_allowed() -> None:
     assert inexact({"speculative_algorithm": "NGRAM"}) is None
 
 
-def test_a_node_on_a_cpu_says_why(tmp_path: Path) -> None:
+def test_cpu_node_refuses_drafts_early(tmp_path: Path) -> None:
     """Not that it has no usable GPU, and before an engine is started."""
     settings = EngineSettings(
         model_path=TINY_MODEL, device="cpu", state_dir=tmp_path, extra={"speculative_algorithm": "NGRAM"}
@@ -77,7 +77,7 @@ def test_a_node_on_a_cpu_says_why(tmp_path: Path) -> None:
         check(settings)
 
 
-def test_a_server_is_held_to_the_same() -> None:
+def test_external_server_needs_exact_drafts() -> None:
     server = SglangServer(Wanted(url="http://a:1", vocab_size=9), None)  # type: ignore[arg-type]
     server._check({"speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 1.0})
     server._check({"speculative_algorithm": None, "speculative_accept_threshold_acc": 0.5})
@@ -103,7 +103,7 @@ HELD = Sampling(
 
 
 @pytest.mark.parametrize(("name", "fields"), UNHELD)
-def test_what_drafts_do_not_hold_is_refused(name: str, fields: dict[str, Any]) -> None:
+def test_sampling_unsupported_with_drafts_is_refused(name: str, fields: dict[str, Any]) -> None:
     limits = {"vocab_size": 2304, "context_length": 4096}
     with pytest.raises(Refused, match=f"{name} cannot be held by this engine") as refused:
         check_order(order([1, 2], **fields), drafts="EAGLE", **limits)
@@ -112,7 +112,7 @@ def test_what_drafts_do_not_hold_is_refused(name: str, fields: dict[str, Any]) -
     check_order(order([1, 2], sampling=HELD), drafts="EAGLE", **limits)
 
 
-async def test_a_simulated_engine_follows(tmp_path: Path) -> None:
+async def test_simulated_engine_reports_drafts(tmp_path: Path) -> None:
     model = load_model(TINY_MODEL)
     simulated = SimulatedEngine(
         simulation=Simulation(tokens_per_s=0, first_token_s=0, prefill_tokens_per_s=0),
@@ -134,7 +134,7 @@ async def test_a_simulated_engine_follows(tmp_path: Path) -> None:
 # ── counted ─────────────────────────────────────────────────────────────
 
 
-def test_each_piece_has_its_own_drafts() -> None:
+def test_each_piece_counts_own_drafts() -> None:
     totals = DraftTotals()
     told = [(0, 0, 0), (22, 3, 2), (22, 3, 2), (55, 9, 5)]
     names = ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_verify_ct")
@@ -166,13 +166,13 @@ OWN = {
 }
 
 
-def test_layers_that_draft_are_known() -> None:
+def test_draft_layers_are_recognised() -> None:
     assert draft_tensors(NEXTN) == {"model.layers.1.eh_proj.weight", "model.layers.1.mlp.up_proj.weight"}
     assert draft_tensors(OWN) == {"mtp.fc.weight", "model.mtp_layers.0.norm.weight"}
     assert draft_tensors({"model.layers.0.mlp.up_proj.weight": KIND}) == frozenset()
 
 
-def test_drafts_of_an_update_are_whole_or_none() -> None:
+def test_update_has_all_drafts_or_none() -> None:
     for model in (NEXTN, OWN):
         drafts = draft_tensors(model)
         check_whole(model, model)
@@ -185,7 +185,7 @@ def test_drafts_of_an_update_are_whole_or_none() -> None:
 
 @pytest.mark.engine  # importing SGLang takes as long as an engine's start
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
-def test_an_update_leaves_drafts_alone() -> None:
+def test_update_without_drafts_keeps_them() -> None:
     """A draft of the same checkpoint is given its own tensors, where they are sent; one of another, nothing."""
     environment = {**os.environ, "SGLANG_PLATFORM": "polarnode_cpu"}
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, check=False, env=environment)

@@ -21,7 +21,8 @@ from polarnode.node.settings import engine_settings
 CPU = NodeConfig(cpu=True)
 
 
-def test_flags_the_file_and_the_environment_take_them(tmp_path: Path) -> None:
+def test_flags_override_file_and_environment(tmp_path: Path) -> None:
+    """Flags, the file and the environment all give engine arguments."""
     flags = (
         "attention-backend=triton",
         "chunked_prefill_size=4096",
@@ -49,7 +50,7 @@ def test_flags_the_file_and_the_environment_take_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
-def test_what_the_node_relies_on_is_refused_with_the_reason(name: str) -> None:
+def test_reserved_arguments_are_refused_with_reason(name: str) -> None:
     (fault,) = checks.check_checkpoint(evolve(CPU, engine_args={name: 1}))
     assert fault.what == f"--engine-arg {name} is the node's own: {RESERVED[name]}"
     assert "engine arguments" not in [
@@ -57,7 +58,7 @@ def test_what_the_node_relies_on_is_refused_with_the_reason(name: str) -> None:
     ], "SGLang is not asked for them"
 
 
-def test_a_value_is_of_the_fields_type() -> None:
+def test_value_has_type_of_field() -> None:
     pytest.importorskip("msgspec", reason="SGLang's package of its fields' types is not installed")
     cases: tuple[tuple[Json, object, str | None], ...] = (
         (1, int, None),
@@ -71,7 +72,7 @@ def test_a_value_is_of_the_fields_type() -> None:
 
 
 @pytest.mark.engine
-def test_sglang_is_asked_before_an_engine_starts() -> None:
+def test_sglang_checks_arguments_before_start() -> None:
     wrong = {
         "attention_backend": "torch_nativ",
         "chunked_prefill_size": "many",

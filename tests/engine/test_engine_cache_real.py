@@ -65,7 +65,7 @@ async def simulated(state: Path) -> AsyncIterator[Engines]:
         yield engines
 
 
-async def test_real_and_simulated_caches(tmp_path: Path, temporary: Path) -> None:
+async def test_real_and_simulated_caches_agree(tmp_path: Path, temporary: Path) -> None:
     reference = Reference(tmp_path / "model", seed=1)
     # sessions of this test never end, so that the policy would hold each call for a place
     small = settings(
@@ -175,7 +175,7 @@ async def a_forgotten_session_is_remembered_again(real: Engines) -> None:
         assert await cached(real, [*tokens(number), 2], f"kept {number}") >= 1400, number
 
 
-async def test_the_end_of_a_session_makes_room_for_others(tmp_path: Path, temporary: Path) -> None:
+async def test_ended_session_frees_cache_for_others(tmp_path: Path, temporary: Path) -> None:
     """As a node runs it: the policy tells a real engine which session is over. Three fill the cache, the youngest
     ends, and a fourth takes its room; without the setting the oldest would lose its prefix.
     """

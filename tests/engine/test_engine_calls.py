@@ -55,13 +55,13 @@ def piece(sampled: list[int], version: str = "0", **more: Any) -> Piece:
         ),
     ],
 )
-def test_what_would_harm_the_engine_is_refused(asked: GenerateOrder, sentence: str) -> None:
+def test_harmful_request_is_refused(asked: GenerateOrder, sentence: str) -> None:
     with pytest.raises(EngineError, match=sentence) as caught:
         check_order(asked, vocab_size=10, context_length=100)
     assert not caught.value.retryable
 
 
-def test_a_prompt_needs_room_for_one_token() -> None:
+def test_prompt_needs_room_for_one_token() -> None:
     check_order(order([1] * 99), vocab_size=10, context_length=100)
     with pytest.raises(ContextTooLong, match="100 tokens"):
         check_order(order([1] * 100), vocab_size=10, context_length=100)
@@ -75,7 +75,7 @@ def test_the_tokens_asked_for_are_always_said_and_fit(asked: int | None, given: 
     assert ids(message.prompt) == ids([1, 2, 3])
 
 
-def test_calls_without_a_seed_have_one_of_their_own() -> None:
+def test_calls_without_seed_get_own() -> None:
     """Where inference is deterministic, SGLang's default is one seed for all: a group's attempts would be one
     attempt.
     """
@@ -88,7 +88,7 @@ def test_calls_without_a_seed_have_one_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf"])
-def test_a_constraint_is_a_sampling_parameter_of_its_kind(kind: Any) -> None:
+def test_constraint_becomes_sampling_parameter(kind: Any) -> None:
     asked = order(constraint=Constraint(kind=kind, text="x"), constraint_after=9)
     message = to_generate(asked, context_length=100)
     assert {name: message.sampling.get(name) for name in ("json_schema", "regex", "ebnf")} == {
@@ -101,7 +101,7 @@ def test_a_constraint_is_a_sampling_parameter_of_its_kind(kind: Any) -> None:
     assert to_generate(evolve(asked, constraint=None), context_length=100).constraint_after is None
 
 
-def test_steering_is_a_processor_and_its_parameters() -> None:
+def test_steering_becomes_processor_with_parameters() -> None:
     message = to_generate(order(steering=STEERING, top_logprobs=3), context_length=100)
     assert message.processor == STEERING.processor
     assert message.sampling["custom_params"] == {"force": [1], "stop": 2}
@@ -109,7 +109,7 @@ def test_steering_is_a_processor_and_its_parameters() -> None:
     assert "custom_params" not in to_generate(order(), context_length=100).sampling
 
 
-async def test_alternatives_are_given_to_their_tokens() -> None:
+async def test_alternatives_belong_to_their_tokens() -> None:
     call = Call(rid=RID, top_logprobs=2)
     others: dict[str, Any] = {
         "alternative_ids": ids([1, 5, 2, 6]).tobytes(),
@@ -122,7 +122,7 @@ async def test_alternatives_are_given_to_their_tokens() -> None:
     assert chunks[1].top_logprobs is None
 
 
-def test_experts_are_asked_for_from_a_position_of_the_prompt() -> None:
+def test_experts_start_at_prompt_position() -> None:
     check_order(order([1, 2], routed_from=2), vocab_size=10, context_length=9, routes=True)
     assert to_generate(order([1, 2], routed_from=2), context_length=9).routed_from == 2
     for wrong in (-1, 3):
@@ -130,7 +130,7 @@ def test_experts_are_asked_for_from_a_position_of_the_prompt() -> None:
             check_order(order([1, 2], routed_from=wrong), vocab_size=10, context_length=9, routes=True)
 
 
-async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> None:
+async def test_experts_come_with_last_chunk() -> None:
     call = Call(rid=RID)
     call.take(piece([1]))
     first = await call.__anext__()
@@ -144,7 +144,7 @@ async def test_experts_come_whole_with_the_last_chunk_however_they_came() -> Non
     assert (await read(Call(rid=RID), piece([1], finish="stop")))[0].routed is None
 
 
-async def test_what_waits_is_one_chunk_with_all_of_its_alternatives() -> None:
+async def test_waiting_pieces_merge_with_alternatives() -> None:
     call = Call(rid=RID, top_logprobs=2)
     for token in (1, 2):
         call.take(
@@ -160,14 +160,14 @@ async def test_what_waits_is_one_chunk_with_all_of_its_alternatives() -> None:
     )
 
 
-def test_no_default_of_an_engine_decides() -> None:
+def test_sampling_overrides_engine_defaults() -> None:
     assert sampling_parameters(Sampling(), max_tokens=9) == {
         "max_new_tokens": 9, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
         "repetition_penalty": 1.0, "sampling_seed": None,
     }  # fmt: skip
 
 
-def test_what_is_asked_is_passed_on() -> None:
+def test_requested_extras_reach_engine() -> None:
     asked = Sampling(
         temperature=0.0,
         top_p=0.9,
@@ -195,7 +195,8 @@ async def read(call: Call, *pieces: Piece) -> list[Chunk]:
     return chunks
 
 
-async def test_the_reader_of_a_whole_answer_sleeps_until_its_end() -> None:
+async def test_whole_answer_wakes_reader_once() -> None:
+    """The reader of a whole answer sleeps until its end."""
     call, reads = Call(rid=RID, whole=True), []
 
     async def reader() -> None:
@@ -218,7 +219,7 @@ async def test_the_reader_of_a_whole_answer_sleeps_until_its_end() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-async def test_a_chunk_says_when_the_first_token_came(autojump_clock: trio.abc.Clock, whole: bool) -> None:
+async def test_chunk_has_time_of_first_token(autojump_clock: trio.abc.Clock, whole: bool) -> None:
     call = Call(rid=RID, whole=whole)
     call.take(piece([]))
     await trio.sleep(1)
@@ -230,7 +231,7 @@ async def test_a_chunk_says_when_the_first_token_came(autojump_clock: trio.abc.C
     assert (await call.__anext__()).first_at == came
 
 
-async def test_the_reader_of_a_whole_answer_is_woken_by_a_failure_after_what_was_sampled() -> None:
+async def test_failure_follows_withheld_tokens() -> None:
     call = Call(rid=RID, whole=True)
     call.take(piece([1]))
     call.take(piece([2], version="1"))
@@ -245,7 +246,8 @@ async def test_the_reader_of_a_whole_answer_is_woken_by_a_failure_after_what_was
         await call.__anext__()
 
 
-async def test_a_reader_that_leaves_gets_what_was_withheld_once_and_never_the_end() -> None:
+async def test_departing_reader_gets_withheld_tokens() -> None:
+    """A reader that leaves gets what was withheld once, and never the end."""
     call = Call(rid=RID, whole=True)
     assert call.withheld() is None
     call.take(piece([2]))
@@ -259,7 +261,7 @@ async def test_a_reader_that_leaves_gets_what_was_withheld_once_and_never_the_en
     assert streamed.withheld() is None
 
 
-async def test_pieces_become_chunks_and_the_last_one_ends_the_call() -> None:
+async def test_pieces_become_chunks_until_end() -> None:
     call = Call(rid=RID)
     chunks = await read(call, piece([1, 2], cached_tokens=3), piece([3], finish="stop"))
     assert [chunk.ids.tolist() for chunk in chunks] == [[1, 2], [3]]
@@ -270,7 +272,7 @@ async def test_pieces_become_chunks_and_the_last_one_ends_the_call() -> None:
     assert [chunk async for chunk in call] == []
 
 
-async def test_what_came_while_nobody_looked_is_one_chunk() -> None:
+async def test_unread_pieces_become_one_chunk() -> None:
     call = Call(rid=RID)
     call.take(piece([1, 2], "a", cached_tokens=3))
     call.take(piece([3], "b"))
@@ -288,7 +290,7 @@ async def test_what_came_while_nobody_looked_is_one_chunk() -> None:
     )
 
 
-async def test_a_piece_without_tokens_is_no_chunk(autojump_clock: trio.abc.Clock) -> None:
+async def test_piece_without_tokens_is_no_chunk(autojump_clock: trio.abc.Clock) -> None:
     call = Call(rid=RID)
     call.take(piece([]))
     with trio.move_on_after(1) as waited:
@@ -298,7 +300,7 @@ async def test_a_piece_without_tokens_is_no_chunk(autojump_clock: trio.abc.Clock
     assert (await call.__anext__()).ids.tolist() == [5]
 
 
-async def test_version_spans_grow_with_the_sample() -> None:
+async def test_version_spans_grow_with_sample() -> None:
     chunks = await read(
         Call(rid=RID), piece([1, 2], "a"), piece([3], "a"), piece([4, 5], "b", finish="length")
     )
@@ -310,7 +312,7 @@ async def test_version_spans_grow_with_the_sample() -> None:
     ]
 
 
-async def test_the_engines_own_spans_replace_what_was_gathered() -> None:
+async def test_engine_spans_replace_gathered_ones() -> None:
     call = Call(rid=RID)
     call.take(piece([1, 2, 3], "b"))
     call.take(piece([4], "b", finish="length", spans=[["a", 0, 1], ["b", 1, 4], ["c", 4, 4]]))
@@ -321,7 +323,7 @@ async def test_the_engines_own_spans_replace_what_was_gathered() -> None:
     )
 
 
-async def test_a_failure_comes_after_what_was_sampled_before_it() -> None:
+async def test_failure_follows_sampled_tokens() -> None:
     call = Call(rid=RID)
     call.take(piece([1]))
     call.fail(EngineError("the host died"))
@@ -330,7 +332,7 @@ async def test_a_failure_comes_after_what_was_sampled_before_it() -> None:
         await call.__anext__()
 
 
-async def test_a_waiting_consumer_is_woken_by_the_failure(autojump_clock: trio.abc.Clock) -> None:
+async def test_failure_wakes_waiting_consumer(autojump_clock: trio.abc.Clock) -> None:
     call = Call(rid=RID)
     async with trio.open_nursery() as nursery:
 
@@ -343,7 +345,7 @@ async def test_a_waiting_consumer_is_woken_by_the_failure(autojump_clock: trio.a
             await call.__anext__()
 
 
-def test_what_comes_after_the_consumer_left_is_dropped() -> None:
+def test_pieces_after_consumer_left_are_dropped() -> None:
     call = Call(rid=RID)
     call.close()
     call.take(piece([1]))
@@ -377,7 +379,7 @@ UNFIT: tuple[tuple[Any, str], ...] = (
 
 
 @pytest.mark.parametrize(("unfit", "why"), UNFIT, ids=[why for _, why in UNFIT])
-async def test_what_does_not_fit_fails_the_call_and_is_not_sampled(unfit: Any, why: str) -> None:
+async def test_unfit_pieces_fail_the_call(unfit: Any, why: str) -> None:
     call = Call(rid=RID, vocab_size=10, top_logprobs=2)
     call.take(piece([3], alternative_ids=ids([3, 4]).tobytes(), alternative_logprobs=bytes(8)))
     call.take(unfit)
@@ -388,7 +390,7 @@ async def test_what_does_not_fit_fails_the_call_and_is_not_sampled(unfit: Any, w
     assert caught.value.retryable
 
 
-async def test_rows_of_experts_follow_one_another() -> None:
+async def test_expert_rows_are_joined() -> None:
     call = Call(rid=RID)
     call.take(RoutedRows(rid=RID, start=2, layers=2, top_k=1, wide=True, data=bytes(4)))
     call.take(RoutedRows(rid=RID, start=4, layers=2, top_k=1, wide=True, data=bytes(4)))

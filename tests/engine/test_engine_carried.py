@@ -36,7 +36,7 @@ NEAR = 1e-3  # of two experts' logits: float32 in another order of sums may then
 # ── alternatives ──────────────────────────────────────────────────────────────
 
 
-async def test_alternatives_are_the_likeliest_tokens_of_transformers(tmp_path: Path, temporary: Path) -> None:
+async def test_alternatives_match_transformers(tmp_path: Path, temporary: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tiny = Checkpoint(TINY_MODEL, AutoModelForCausalLM.from_pretrained(TINY_MODEL))
@@ -83,7 +83,7 @@ def check_alternatives(
 # ── routed experts ────────────────────────────────────────────────────────────
 
 
-async def test_a_mixture_tells_the_experts_that_transformers_chooses(tmp_path: Path, temporary: Path) -> None:
+async def test_experts_match_transformers(tmp_path: Path, temporary: Path) -> None:
     mixture = make_mixture(tmp_path / "mixture")
     with trio.fail_after(900):
         async with open_engines(settings(mixture, tmp_path, routed_experts=True)) as engines:  # type: ignore[arg-type]

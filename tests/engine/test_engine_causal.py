@@ -25,7 +25,7 @@ def by_definition(
 
 @pytest.mark.parametrize(("count", "length"), [(1, 1), (6, 6), (1, 9), (5, 9), (7, 8), (3, 40)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
-def test_it_is_causal_attention(
+def test_attention_is_causal(
     count: int, length: int, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

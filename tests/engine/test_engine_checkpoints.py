@@ -55,7 +55,7 @@ def written(folder: Path, tensors: dict[str, tuple[list[int], str]], *, missing:
 WHOLE: dict[str, tuple[list[int], str]] = {"a": ([2, 3], "F16"), "b": ([4], "BF16"), "q": ([4], "F8_E4M3")}
 
 
-def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+def test_checkpoint_lists_its_tensors(tmp_path: Path) -> None:
     assert manifest(written(tmp_path / "one", WHOLE)) == {
         "a": Kind((2, 3), "F16"),
         "b": Kind((4,), "BF16"),
@@ -77,7 +77,7 @@ def test_a_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
         ({"a": ([2, 3], "F16")}, "b, q are missing: send every tensor of the model"),
     ],
 )
-def test_what_is_no_such_model_is_refused(
+def test_different_model_is_refused(
     tmp_path: Path, tensors: dict[str, tuple[list[int], str]], sentence: str
 ) -> None:
     with pytest.raises(BadCheckpoint) as caught:
@@ -85,12 +85,12 @@ def test_what_is_no_such_model_is_refused(
     assert str(caught.value) == sentence
 
 
-def test_a_tied_head_may_be_said(tmp_path: Path) -> None:
+def test_tied_head_may_be_present(tmp_path: Path) -> None:
     check_tensors({"lm_head.weight": Kind((9, 9), "F32")}, MODEL)
     check_whole([*MODEL, "lm_head.weight"], MODEL)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_invalid_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"no config\.json"):
         check_folder(tmp_path, {})
     with pytest.raises(BadCheckpoint, match="is cut: it has"):
@@ -103,7 +103,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         manifest(tmp_path / "cut")
 
 
-def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_files(tmp_path: Path) -> None:
     folder = written(tmp_path / "one", WHOLE)
     before = fingerprint(folder)
     assert before == fingerprint(folder) != ""
@@ -112,7 +112,7 @@ def test_a_fingerprint_changes_with_the_files(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "nothing") == ""
 
 
-def test_a_simulated_host_refuses_as_a_real_one_does(tmp_path: Path) -> None:
+def test_simulated_host_refuses_like_real(tmp_path: Path) -> None:
     updates = SimulatedWeights(version="0", model=MODEL)
     assert updates.obey(RollBack(call=1)) == (False, "no old weights are kept to roll back to")
     assert updates.obey(BeginUpdate(call=1, ranks=2)) == (True, "")
@@ -154,7 +154,7 @@ class Asked:
         return Done(call=1, ok=self.ok, message="it said no")
 
 
-async def test_a_host_is_brought_to_what_is_wanted_when_it_is_done() -> None:
+async def test_idle_host_loads_wanted_weights() -> None:
     asked = Asked(Loaded(version="1", path="/one"), then=Loaded(version="2", path="/two"))
     assert await load_target(lambda: asked.wanted, asked.ask) == Loaded(version="2", path="/two")
     assert asked.said == [
@@ -166,7 +166,7 @@ async def test_a_host_is_brought_to_what_is_wanted_when_it_is_done() -> None:
     assert await load_target(lambda: None, asked.ask) is None
 
 
-async def test_what_can_not_be_loaded_again(tmp_path: Path) -> None:
+async def test_unloadable_weights_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "one", WHOLE)
     for wanted, kind in (
         (Loaded(version="1"), StaleWeights),
@@ -179,7 +179,7 @@ async def test_what_can_not_be_loaded_again(tmp_path: Path) -> None:
         assert isinstance(caught.value, StaleWeights) is (kind is StaleWeights)
 
 
-async def test_answers_that_nobody_waits_for_are_dropped() -> None:
+async def test_unawaited_answers_are_dropped() -> None:
     questions = PendingReplies()
     questions.answer(Done(call=7, ok=True))
     assert (

@@ -24,12 +24,12 @@ ON = NodeConfig(
 )
 
 
-def test_it_is_no_default() -> None:
+def test_simulated_engine_is_no_default() -> None:
     assert read_config().engine == "sglang"
     assert read_config(environment={"POLARNODE_ENGINE": "simulated"}).engine == "simulated"
 
 
-def test_its_settings_are_a_table_of_the_file_or_of_the_environment() -> None:
+def test_simulation_settings_from_table_or_environment() -> None:
     file = 'engine = "simulated"\n[simulated]\ntokens_per_s = 120\nmax_running = 64\n'
     assert read_config(toml=file).simulated == Simulation(tokens_per_s=120, max_running=64)
     assert read_config(environment={"POLARNODE_SIMULATED": "{first_token_s = 0.5}"}).simulated == Simulation(
@@ -55,17 +55,17 @@ def test_its_settings_are_a_table_of_the_file_or_of_the_environment() -> None:
         ("[simulated]\nkv_past_tokens = nan", "simulated.kv_past_tokens must be more than 0"),
     ],
 )
-def test_settings_that_can_not_work_are_named(toml: str, sentence: str) -> None:
+def test_impossible_settings_are_named(toml: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_config(toml=toml)
 
 
-def test_it_needs_no_word_on_where_the_model_runs() -> None:
+def test_simulated_engine_needs_no_device() -> None:
     assert serving_config({"engine": "simulated"}, hint="").engine == "simulated"
     assert "RANDOM" in CliRunner().invoke(main, ["--help"]).output
 
 
-def test_its_model_bears_its_name_and_its_hosts_learn_the_language(tmp_path: Path) -> None:
+def test_simulated_hosts_know_model_language(tmp_path: Path) -> None:
     model = load_node_model(ON)
     assert model.name == "simulated:tiny"
     assert model.path == TINY_MODEL
@@ -79,7 +79,7 @@ def test_its_model_bears_its_name_and_its_hosts_learn_the_language(tmp_path: Pat
     assert engine_settings(NodeConfig(cpu=True), tmp_path, model).simulated is None
 
 
-def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_describes_simulated_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = NodeConfig(engine="simulated", gpus=(0, 1, 2, 3), tp=2, podman_dir=str(tmp_path))
     found = {finding.name: finding for finding in findings(config) if isinstance(finding, MachineFinding)}
     assert found["engine"].ok
@@ -92,7 +92,7 @@ def test_the_doctor_says_what_the_answers_will_be(tmp_path: Path, capsys: pytest
     assert "EVERY ANSWER IS RANDOM" in capsys.readouterr().out
 
 
-def test_the_collector_is_as_before_once_a_node_is_over() -> None:
+def test_garbage_collector_is_restored() -> None:
     before = gc.get_threshold()
     with rare_collections():
         assert gc.get_threshold() > before

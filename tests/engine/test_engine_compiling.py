@@ -43,7 +43,7 @@ def compiler() -> Iterator[ForkedCompiler]:
     found.close()
 
 
-def test_what_is_compiled_comes_back(compiler: ForkedCompiler) -> None:
+def test_compiled_grammar_is_returned(compiler: ForkedCompiler) -> None:
     for grammar, text in (
         (compiler.compile_regex("[0-9]{2}"), "42"),
         (compiler.compile_grammar('root ::= "yes" | "no"'), "no"),
@@ -62,11 +62,11 @@ def test_ambiguous_grammars_cost_too_much(compiler: ForkedCompiler, name: str) -
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain_grammars_are_taken(compiler: ForkedCompiler, name: str) -> None:
+def test_plain_grammars_are_accepted(compiler: ForkedCompiler, name: str) -> None:
     assert compiler.compile_grammar(PLAIN[name])
 
 
-def test_program_that_was_killed_is_started_again(compiler: ForkedCompiler) -> None:
+def test_killed_compiler_process_restarts(compiler: ForkedCompiler) -> None:
     compiler.compile_regex("a")
     assert compiler._program is not None
     compiler._program.kill()
@@ -74,7 +74,7 @@ def test_program_that_was_killed_is_started_again(compiler: ForkedCompiler) -> N
     assert compiler.compile_regex("b")
 
 
-def test_endless_constraints_keep_nobody_waiting(
+def test_endless_constraints_block_no_session(
     compiler: ForkedCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sessions fill all threads with constraints that would be compiled for hours."""
@@ -98,7 +98,7 @@ def cut_off(future: "Future[Any]") -> bool:
     return isinstance(getattr(future, "ended_by", None), TooCostly)
 
 
-def test_fork_that_ends_is_no_answer(compiler: ForkedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_fork_is_no_answer(compiler: ForkedCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     wait = ForkedCompiler._wait
 
     def ended(self: ForkedCompiler, job: Any, fork: int) -> None:
@@ -112,7 +112,7 @@ def test_fork_that_ends_is_no_answer(compiler: ForkedCompiler, monkeypatch: pyte
     assert compiler.compile_regex("a")
 
 
-def test_answer_by_a_high_descriptor_is_seen() -> None:
+def test_answer_on_high_descriptor_is_seen() -> None:
     """As in an engine of many GPUs, whose process holds more than a thousand."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     before = resource.prlimit(0, resource.RLIMIT_NOFILE, (min(most, 4096), most))
@@ -126,7 +126,8 @@ def test_answer_by_a_high_descriptor_is_seen() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_program_that_does_not_start_is_no_fault_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_compiler_start_is_retryable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler process that does not start is no fault of the constraint."""
     monkeypatch.setattr(compiling.sys, "executable", "/bin/false")
     compiler, future = ForkedCompiler(INFO, lambda: False), Future[Any]()
     compiling._settle(future, lambda: compiler.compile_regex("a"))
@@ -138,7 +139,8 @@ def test_program_that_does_not_start_is_no_fault_of_the_text(monkeypatch: pytest
 # ── turns ─────────────────────────────────────────────────────────────────────
 
 
-def test_session_has_its_share_of_threads() -> None:
+def test_session_uses_only_its_threads() -> None:
+    """A session uses its share of the threads, and leaves the others to other sessions."""
     threads, going, began = FairThreads(), threading.Event(), threading.Semaphore(0)
 
     def hold() -> str:
@@ -158,7 +160,7 @@ def test_session_has_its_share_of_threads() -> None:
     assert [each.result(60) for each in held] == ["held"] * 10
 
 
-def test_failure_of_call_is_its_own() -> None:
+def test_failed_call_affects_no_other() -> None:
     threads = FairThreads()
 
     def fails() -> None:
@@ -171,7 +173,7 @@ def test_failure_of_call_is_its_own() -> None:
     assert threads.submit(lambda: 2).result(60) == 2
 
 
-def test_step_of_a_text_that_can_only_end() -> None:
+def test_finite_regex_steps_are_cheap() -> None:
     compiler = grammar_process.StrictStringCompiler(INFO, cache_enabled=False)
     assert not grammar_process.is_costly(compiler.compile_regex("a"), INFO, 0)
     assert not grammar_process.is_costly(compiler.compile_regex("a*b"), INFO, 0)

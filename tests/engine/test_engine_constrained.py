@@ -106,7 +106,7 @@ async def test_sampling_is_constrained_and_steered(model: LoadedModel, tmp_path:
     find_spec("sgl_kernel") is None or not Path("/dev/nvidiactl").exists(),
     reason="needs an NVIDIA GPU and the engine's kernels for it",
 )
-async def test_sampling_is_constrained_and_steered_on_a_gpu(model: LoadedModel, tmp_path: Path) -> None:
+async def test_constraints_and_steering_on_gpu(model: LoadedModel, tmp_path: Path) -> None:
     """The processor of these tests counts what was sampled, which lags where sampling overlaps with
     scheduling; constraints need no such care.
     """
@@ -189,7 +189,7 @@ def test_late_constraint_is_refused_once(known: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [TooCostly(), NotStarted("no process")])
-def test_constraint_that_was_given_up_ends_at_once(error: Exception) -> None:
+def test_abandoned_constraint_ends_at_once(error: Exception) -> None:
     from polarnode.engine.embedded import grammars  # sglang: seconds, for this test alone
 
     manager, req = waiting(grammars), queued(("regex", "a*"))
@@ -246,7 +246,7 @@ async def an_answer_is_json_of_its_schema(engines: Engines, model: LoadedModel) 
         assert all(-100 < logprob <= 0 for chunk in chunks for logprob in chunk.logprobs)
 
 
-def test_a_bounded_string_holds_no_control_character() -> None:
+def test_bounded_string_excludes_control_characters() -> None:
     from polarnode.engine.embedded.grammar_process import StrictStringCompiler  # torch, for this test alone
 
     info = xgrammar.TokenizerInfo([bytes([each]) for each in range(256)], stop_token_ids=[255])
@@ -411,9 +411,8 @@ async def all_kinds_share_a_batch(engines: Engines, model: LoadedModel) -> None:
         assert len(joined(answers[f"free {number}"])) == 30
 
 
-async def test_an_engine_not_started_for_it_is_neither_steered_nor_repeatable(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+async def test_unprepared_engine_refuses_steering(model: LoadedModel, tmp_path: Path) -> None:
+    """An engine that was not started for it is neither steered nor repeatable."""
     with trio.fail_after(300):
         async with open_engines(settings(tmp_path)) as engines:
             with pytest.raises(

@@ -53,18 +53,18 @@ Traceback (most recent call last):
         ("OSError: [Errno 28] No space left on device", "make room"),
     ],
 )
-def test_a_known_failure_names_its_line_and_its_remedy(error: str, remedy: str) -> None:
+def test_known_failure_names_its_remedy(error: str, remedy: str) -> None:
     found = diagnose(TRACEBACK.format(error=error))
     assert found.line == error
     assert remedy in found.advice
 
 
-def test_only_a_port_race_is_worth_the_same_start_again() -> None:
+def test_only_port_race_repeats_start() -> None:
     assert diagnose(TRACEBACK.format(error="OSError: [Errno 98] Address already in use")).chance
     assert not diagnose(TRACEBACK.format(error="ValueError: bad")).chance
 
 
-def test_what_the_host_said_itself_comes_before_its_log() -> None:
+def test_host_message_precedes_its_log() -> None:
     found = diagnose(
         TRACEBACK.format(error="RuntimeError: No CUDA GPUs are available"),
         "ValueError: tp_size must divide\nand more",
@@ -74,24 +74,25 @@ def test_what_the_host_said_itself_comes_before_its_log() -> None:
 
 
 @pytest.mark.parametrize("words", ["the engine's process scheduler died", "EOFError: "])
-def test_words_that_only_say_another_process_failed_do_not(words: str) -> None:
+def test_vague_log_lines_are_skipped(words: str) -> None:
+    """A line that only says that another process failed is no diagnosis."""
     assert (
         diagnose(TRACEBACK.format(error="RuntimeError: No CUDA GPUs are available"), words).line
         == "RuntimeError: No CUDA GPUs are available"
     )
 
 
-def test_an_unknown_failure_shows_its_last_line_and_where_to_look() -> None:
+def test_unknown_failure_shows_last_line() -> None:
     found = diagnose("starting\nsomething odd happened\n[x] UserWarning: noise\n")
     assert found.line == "something odd happened"
     assert "read the log" in found.advice
 
 
-def test_an_empty_log_is_said_to_be_empty() -> None:
+def test_empty_log_is_reported() -> None:
     assert diagnose("").line == "the log is empty"
 
 
-def test_a_missing_kernel_has_its_remedy() -> None:
+def test_missing_kernel_has_remedy() -> None:
     """On a CPU it is an argument's, and there is no way to --cpu."""
     log = TRACEBACK.format(error="ModuleNotFoundError: No module named 'sgl_kernel'")
     assert "no usable GPU: start with --cpu" in diagnose(log).advice

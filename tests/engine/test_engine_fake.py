@@ -7,12 +7,12 @@ from fakes_engine import ScriptedEngine, contract, joined, order, sample
 from polarnode.core.errors import EngineError
 
 
-async def test_the_fake_keeps_the_contract() -> None:
+async def test_fake_engine_keeps_contract() -> None:
     with trio.fail_after(30):
         await contract(ScriptedEngine())
 
 
-async def test_a_reply_that_ends_by_itself_stops() -> None:
+async def test_self_ending_reply_stops() -> None:
     engine = ScriptedEngine(reply=lambda _: [5, 6, 7])
     chunks = await sample(engine, order())
     assert joined(chunks) == [5, 6, 7]
@@ -20,7 +20,7 @@ async def test_a_reply_that_ends_by_itself_stops() -> None:
     assert engine.ended == {"stop": 1}
 
 
-async def test_a_generation_can_be_held_half_way_and_left(autojump_clock: trio.abc.Clock) -> None:
+async def test_generation_can_be_held_and_left(autojump_clock: trio.abc.Clock) -> None:
     engine = ScriptedEngine(hold=trio.Event())
     with trio.move_on_after(5) as scope:
         await sample(engine, order(max_tokens=20))
@@ -29,7 +29,7 @@ async def test_a_generation_can_be_held_half_way_and_left(autojump_clock: trio.a
     assert engine.statistics().hosts[0].running == 0
 
 
-async def test_a_generation_can_fail_half_way() -> None:
+async def test_generation_can_fail_half_way() -> None:
     engine = ScriptedEngine(fail=EngineError("the host died"))
     async with engine.generate(order(max_tokens=20)) as stream:
         assert len((await stream.__anext__()).ids) == 4

@@ -58,7 +58,7 @@ async def until_state(engines: Engines, state: str, *, restarts: int = 0, index:
         await trio.sleep(0.02)
 
 
-async def test_a_host_serves_and_is_asked_to_end(tmp_path: Path) -> None:
+async def test_host_serves_until_stopped(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         assert joined(await sample(engines, order([1]))) == [7, 7]
         statistics = engines.statistics()
@@ -72,7 +72,7 @@ async def test_a_host_serves_and_is_asked_to_end(tmp_path: Path) -> None:
     assert group_members(pid) == []
 
 
-async def test_a_first_start_that_fails_says_which_setting_to_change(tmp_path: Path) -> None:
+async def test_failed_first_start_names_setting(tmp_path: Path) -> None:
     with pytest.raises(EngineError) as caught:
         async with opened(tmp_path, "always_fail"):
             pytest.fail("it does not serve")
@@ -82,26 +82,26 @@ async def test_a_first_start_that_fails_says_which_setting_to_change(tmp_path: P
     assert (tmp_path / "counter").read_text() == "1"  # no setting was changed, so it was not tried again
 
 
-async def test_a_port_taken_meanwhile_is_tried_again(tmp_path: Path) -> None:
+async def test_taken_port_is_retried(tmp_path: Path) -> None:
     async with opened(tmp_path, "port_once") as engines:
         assert joined(await sample(engines, order([1]))) == [7, 7]
     assert (tmp_path / "counter").read_text() == "2"
 
 
-async def test_a_start_can_be_cancelled(tmp_path: Path) -> None:
+async def test_start_can_be_cancelled(tmp_path: Path) -> None:
     with trio.move_on_after(2) as scope:
         async with opened(tmp_path, "deaf"):
             pytest.fail("it never serves")
     assert scope.cancelled_caught
 
 
-async def test_a_bodys_own_error_comes_out_as_it_is(tmp_path: Path) -> None:
+async def test_body_error_is_raised_unwrapped(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         async with opened(tmp_path):
             raise ZeroDivisionError
 
 
-async def test_a_dead_host_fails_its_calls_and_is_restarted_alone(tmp_path: Path) -> None:
+async def test_dead_host_fails_calls_and_restarts(tmp_path: Path) -> None:
     async with opened(tmp_path, hosts=2) as engines:
         other = pid_of(engines, 1)
         async with engines.generate(order([2])) as stream:
@@ -116,7 +116,7 @@ async def test_a_dead_host_fails_its_calls_and_is_restarted_alone(tmp_path: Path
         assert [host.restarts for host in engines.statistics().hosts] == [1, 0]
 
 
-async def test_new_calls_wait_for_a_host_that_restarts(tmp_path: Path) -> None:
+async def test_new_calls_wait_for_restarting_host(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         with pytest.raises(EngineError):
             await sample(engines, order([3]))
@@ -124,7 +124,7 @@ async def test_new_calls_wait_for_a_host_that_restarts(tmp_path: Path) -> None:
         assert joined(await sample(engines, order([1]))) == [7, 7]
 
 
-async def test_a_host_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeatedly_dying_host_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "RESTART_PAUSES", Backoff(first_s=0.01, longest_s=1.0))
     async with opened(tmp_path) as engines:
         for _ in range(MAX_DEATHS):
@@ -136,14 +136,14 @@ async def test_a_host_that_keeps_dying_is_given_up(tmp_path: Path, monkeypatch: 
         assert not caught.value.retryable
 
 
-async def test_a_host_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
+async def test_host_sending_garbage_is_replaced(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         with pytest.raises(EngineError, match="FrameError"):
             await sample(engines, order([4]))
         assert joined(await sample(engines, order([1]))) == [7, 7]
 
 
-async def test_a_host_that_sends_what_only_a_node_may_is_replaced(tmp_path: Path) -> None:
+async def test_host_sending_node_message_is_replaced(tmp_path: Path) -> None:
     """It once ended the node: the message was refused outside of what ends one host."""
     async with opened(tmp_path) as engines:
         with pytest.raises(EngineError, match="the host may not send Abort"):
@@ -151,7 +151,7 @@ async def test_a_host_that_sends_what_only_a_node_may_is_replaced(tmp_path: Path
         assert joined(await sample(engines, order([1]))) == [7, 7]
 
 
-async def test_a_token_outside_the_vocabulary_fails_its_call_alone(tmp_path: Path) -> None:
+async def test_invalid_token_fails_only_its_call(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         pid = pid_of(engines)
         async with engines.generate(order([6])) as stream:
@@ -162,7 +162,7 @@ async def test_a_token_outside_the_vocabulary_fails_its_call_alone(tmp_path: Pat
         assert pid_of(engines) == pid
 
 
-async def test_leaving_the_block_is_told_to_the_host(tmp_path: Path) -> None:
+async def test_leaving_stream_ends_host_request(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         async with engines.generate(order([2])) as stream:
             await stream.__anext__()
@@ -171,7 +171,7 @@ async def test_leaving_the_block_is_told_to_the_host(tmp_path: Path) -> None:
             await trio.sleep(0.02)
 
 
-async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Path) -> None:
+async def test_restarted_host_restores_weights_and_pause(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         await engines.update_weights_from_disk(Path("/weights/new"), "9", "retract")
         await engines.pause("in_place")
@@ -188,7 +188,7 @@ async def test_a_restarted_host_gets_back_its_weights_and_its_pause(tmp_path: Pa
         assert chunks[-1].version_spans[0].version == "9"
 
 
-async def test_weights_that_do_not_load_are_refused_and_not_remembered(tmp_path: Path) -> None:
+async def test_refused_weights_are_not_remembered(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         with pytest.raises(Refused, match="the previous ones are served: engine host 0: /weights/bad"):
             await engines.update_weights_from_disk(Path("/weights/bad"), "9")
@@ -213,7 +213,7 @@ def sent(*words: str) -> MessageMaker:
     return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
 
 
-async def test_one_host_that_takes_no_weights_leaves_all_with_the_old_ones(tmp_path: Path) -> None:
+async def test_one_host_refusal_keeps_old_weights(tmp_path: Path) -> None:
     async with opened(tmp_path, hosts=2) as engines:
         with pytest.raises(Refused, match="engine host 1: bad"):
             async with engines.updating("retract") as update:
@@ -224,7 +224,7 @@ async def test_one_host_that_takes_no_weights_leaves_all_with_the_old_ones(tmp_p
         assert joined(await sample(engines, order([1]))) == [7, 7]
 
 
-async def test_a_host_that_dies_in_an_update_leaves_all_with_the_old_weights(tmp_path: Path) -> None:
+async def test_host_death_keeps_old_weights(tmp_path: Path) -> None:
     async with opened(tmp_path, hosts=2) as engines:
         await engines.update_weights_from_disk(Path("/weights/old"), "1")
         with pytest.raises(EngineError, match="the previous ones are served: engine host 1"):
@@ -236,7 +236,7 @@ async def test_a_host_that_dies_in_an_update_leaves_all_with_the_old_weights(tmp
         assert "RollBack" in (tmp_path / "state/engine-0.log").read_text()
 
 
-async def test_a_host_that_dies_between_loading_and_serving_comes_back_with_the_new_weights(
+async def test_host_death_before_serving_keeps_new(
     tmp_path: Path,
 ) -> None:
     """Past `check` the version is the node's."""
@@ -251,9 +251,7 @@ async def test_a_host_that_dies_between_loading_and_serving_comes_back_with_the_
         assert engines.versions == ("0", "2")
 
 
-async def test_a_host_that_says_nothing_in_an_update_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_host_in_update_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(tmp_path, hosts=2) as engines:
         monkeypatch.setattr(update_module, "STEP_S", 0.5)
         with pytest.raises(Refused, match="engine host 1: no answer"):
@@ -263,7 +261,7 @@ async def test_a_host_that_says_nothing_in_an_update_is_ended(
         assert [host.weight_version for host in engines.statistics().hosts] == ["0", "0"]
 
 
-async def test_weights_that_no_disk_has_are_waited_for(tmp_path: Path) -> None:
+async def test_missing_disk_weights_are_awaited(tmp_path: Path) -> None:
     """A host that lost a trainer's tensors must not serve other weights under their name; the next update
     brings it back.
     """
@@ -283,7 +281,7 @@ async def test_weights_that_no_disk_has_are_waited_for(tmp_path: Path) -> None:
         ] * 2
 
 
-async def test_a_folder_that_was_written_over_is_not_loaded_again(tmp_path: Path) -> None:
+async def test_overwritten_folder_is_not_reloaded(tmp_path: Path) -> None:
     folder = tmp_path / "step"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -295,9 +293,8 @@ async def test_a_folder_that_was_written_over_is_not_loaded_again(tmp_path: Path
         assert "whose files have changed" in str(engines.statistics().hosts[0].last_error)
 
 
-async def test_new_calls_wait_for_an_update_and_others_drain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_new_calls_wait_for_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New calls wait for an update, and the others are drained."""
     async with opened(tmp_path) as engines:
         monkeypatch.setattr(update_module, "DRAIN_S", 0.3)
         async with engines.generate(order([2])) as stream:  # it never ends, so it is retracted in the end
@@ -316,7 +313,7 @@ async def test_new_calls_wait_for_an_update_and_others_drain(
                     await engines.commit(update, Loaded(version="1"))
 
 
-async def test_a_pause_of_before_outlasts_an_update(tmp_path: Path) -> None:
+async def test_earlier_pause_outlasts_update(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         await engines.pause("retract")
         await engines.update_weights_from_disk(Path("/weights/new"), "1", "drain")
@@ -324,13 +321,14 @@ async def test_a_pause_of_before_outlasts_an_update(tmp_path: Path) -> None:
         assert "Continue" not in (tmp_path / "state/engine-0.log").read_text()
 
 
-async def test_one_update_at_a_time(tmp_path: Path) -> None:
+async def test_second_concurrent_update_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines, engines.updating("in_place"):
         with pytest.raises(EngineError, match="one update at a time"):
             await engines.update_weights_from_disk(Path("/weights/new"), "1")
 
 
-async def test_a_question_to_a_dying_host_is_answered(tmp_path: Path) -> None:
+async def test_question_to_dying_host_fails(tmp_path: Path) -> None:
+    """A question to a host that dies gets an answer: the error."""
     async with opened(tmp_path) as engines:
         os.kill(pid_of(engines), 19)  # SIGSTOP: it does not answer
         async with trio.open_nursery() as nursery:
@@ -344,7 +342,7 @@ async def test_a_question_to_a_dying_host_is_answered(tmp_path: Path) -> None:
             os.kill(pid_of(engines), 9)
 
 
-async def test_a_deaf_host_is_killed_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unresponsive_host_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "SHUTDOWN_GRACE", 0.5)
     async with opened(tmp_path) as engines:
         pid = pid_of(engines)
@@ -352,7 +350,7 @@ async def test_a_deaf_host_is_killed_in_the_end(tmp_path: Path, monkeypatch: pyt
     assert group_members(pid) == []
 
 
-async def test_one_request_id_can_not_be_used_twice_at_once(tmp_path: Path) -> None:
+async def test_request_id_in_use_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         twice = order([2])
         async with engines.generate(twice):
@@ -379,7 +377,7 @@ async def fill(engines: Engines, calls: AsyncExitStack) -> None:
         await calls.enter_async_context(engines.generate(order([2], affinity="flood")))
 
 
-async def test_a_call_that_waits_when_its_host_dies_is_served_by_another(tmp_path: Path) -> None:
+async def test_waiting_call_moves_from_dead_host(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines, trio.open_nursery() as nursery, AsyncExitStack() as calls:
         await fill(engines, calls)
         done = trio.Event()
@@ -398,7 +396,7 @@ async def test_a_call_that_waits_when_its_host_dies_is_served_by_another(tmp_pat
         assert engines.statistics().hosts[0].in_flight == 0, "the others failed with their host"
 
 
-async def test_a_call_that_leaves_before_its_turn_was_never_sent(tmp_path: Path) -> None:
+async def test_call_left_waiting_is_never_sent(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines, AsyncExitStack() as calls:
         await fill(engines, calls)
         with trio.move_on_after(0.05) as patience:
@@ -409,7 +407,8 @@ async def test_a_call_that_leaves_before_its_turn_was_never_sent(tmp_path: Path)
         assert (host.in_flight, host.queued) == (routing.MIN_ENGINE_QUEUE, 0)
 
 
-async def test_a_call_that_leaves_in_the_tick_of_its_turn_gives_its_place_back(tmp_path: Path) -> None:
+async def test_call_left_when_due_frees_place(tmp_path: Path) -> None:
+    """A call that leaves in the tick of its turn gives its place back."""
     async with opened(tmp_path) as engines, AsyncExitStack() as calls:
         await fill(engines, calls)
         scope = trio.CancelScope()
@@ -429,7 +428,7 @@ async def test_a_call_that_leaves_in_the_tick_of_its_turn_gives_its_place_back(t
             await trio.sleep(0.01)
 
 
-async def test_what_waits_is_sent_after_an_update_and_by_the_new_weights(tmp_path: Path) -> None:
+async def test_waiting_calls_use_updated_weights(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines, trio.open_nursery() as nursery, AsyncExitStack() as calls:
         await fill(engines, calls)
 

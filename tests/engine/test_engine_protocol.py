@@ -167,11 +167,11 @@ messages = st.one_of(
 
 
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda each: type(each).__name__)
-def test_every_message_comes_back_as_it_was(message: Message) -> None:
+def test_every_message_round_trips(message: Message) -> None:
     assert FrameDecoder().feed(encode(message)) == [message]
 
 
-def test_a_frame_carries_many_messages_in_order() -> None:
+def test_frame_keeps_message_order() -> None:
     assert FrameDecoder().feed(encode(*EVERY_KIND)) == EVERY_KIND
 
 
@@ -216,7 +216,7 @@ def piece(rid: str, token: int, version: str = "0", **more: Any) -> Piece:
     return Piece(rid=rid, ids=raw, logprobs=array("f", [-token]).tobytes(), version=version, **more)
 
 
-def test_pieces_of_a_sample_that_leave_together_are_one() -> None:
+def test_neighbouring_pieces_are_joined() -> None:
     last = piece("a", 5, finish="stop", spans=(("0", 0, 3),), cached_tokens=1)
     sent = [piece("a", 1, cached_tokens=7), piece("b", 2), piece("a", 3), last, piece("b", 4)]
     one, other = FrameDecoder().feed(b"".join(encode_frames(sent)))
@@ -242,19 +242,20 @@ def test_pieces_of_a_sample_that_leave_together_are_one() -> None:
         ),
     ],
 )
-def test_pieces_stay_apart_where_something_stands_between_them(between: list[Message]) -> None:
+def test_separated_pieces_stay_apart(between: list[Message]) -> None:
     second = piece("a", 2, version="0" if between else "1")
     sent: list[Message] = [piece("a", 1), *between, second]
     assert FrameDecoder().feed(b"".join(encode_frames(sent))) == sent
 
 
-def test_pieces_with_alternatives_or_an_end_are_not_joined() -> None:
+def test_pieces_with_alternatives_stay_apart() -> None:
+    """Pieces with alternatives or an end are not joined."""
     some = {"alternative_ids": bytes(4), "alternative_logprobs": bytes(4)}
     for first in (piece("a", 1, **some), piece("a", 1, finish="abort"), piece("a", 1, spans=(("0", 0, 1),))):
         assert FrameDecoder().feed(b"".join(encode_frames([first, piece("a", 2)]))) == [first, piece("a", 2)]
 
 
-def test_large_messages_have_frames_of_their_own() -> None:
+def test_large_messages_get_own_frames() -> None:
     """A thousand prompts of a hundred thousand tokens are a frame each ten; all in one would end the host."""
     rows = RoutedRows(rid="1", start=0, layers=1, top_k=1, wide=False, data=bytes(FULL_FRAME_BYTES))
     prompt = Generate(rid="2", prompt=bytes(400_000), sampling={})
@@ -265,12 +266,12 @@ def test_large_messages_have_frames_of_their_own() -> None:
     assert FrameDecoder().feed(b"".join(frames)) == many
 
 
-def test_a_message_too_large_is_refused_before_it_is_sent() -> None:
+def test_oversized_message_is_not_sent() -> None:
     with pytest.raises(FrameError, match="over the limit"):
         encode(Generate(rid="0", prompt=bytes(MAX_FRAME_BYTES + 1), sampling={}))
 
 
-def test_a_length_too_large_is_refused_before_it_is_buffered() -> None:
+def test_oversized_length_is_not_buffered() -> None:
     with pytest.raises(FrameError, match="over the limit"):
         FrameDecoder().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
 
@@ -287,7 +288,7 @@ def test_a_length_too_large_is_refused_before_it_is_buffered() -> None:
         pytest.param(msgpack.packb([[]]), id="empty message"),
     ],
 )
-def test_what_is_no_message_is_refused(body: bytes) -> None:
+def test_invalid_message_is_refused(body: bytes) -> None:
     with pytest.raises(FrameError):
         FrameDecoder().feed(len(body).to_bytes(4, "big") + body)
 
@@ -303,7 +304,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
         ({"cached_tokens": None}, "Piece.cached_tokens may not be None"),
     ],
 )
-def test_a_field_of_another_type_is_no_message(fields: dict[str, object], why: str) -> None:
+def test_wrong_field_type_is_refused(fields: dict[str, object], why: str) -> None:
     """The node takes what a host sends for tokens, so it takes nothing that merely looks like them."""
     valid: dict[str, object] = {
         "rid": "1" * 32, "ids": b"", "logprobs": b"", "version": "0", "finish": None, "spans": [], "cached_tokens": 0,

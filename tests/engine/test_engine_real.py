@@ -48,7 +48,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("model") / "new", seed=2)
 
 
-async def test_a_real_engine_lives_and_dies(
+async def test_real_engine_starts_and_stops(
     reference: Reference, updated: Reference, tmp_path: Path, temporary: Path
 ) -> None:
     with trio.fail_after(900):
@@ -187,9 +187,7 @@ async def dies_and_comes_back(engines: Engines, victim: int, updated: Reference)
     assert group_members(host) == []
 
 
-async def test_a_start_that_fails_names_the_setting(
-    reference: Reference, tmp_path: Path, temporary: Path
-) -> None:
+async def test_failed_start_names_setting(reference: Reference, tmp_path: Path, temporary: Path) -> None:
     torn = tmp_path / "torn"
     shutil.copytree(reference.path, torn)
     os.truncate(torn / "model.safetensors", 4096)
@@ -202,7 +200,7 @@ async def test_a_start_that_fails_names_the_setting(
 
 
 @pytest.mark.parametrize("moment", ["while SGLang is imported", "while the engine starts", "while it serves"])
-async def test_a_killed_node_leaves_nothing(
+async def test_killed_node_leaves_nothing(
     reference: Reference, tmp_path: Path, temporary: Path, moment: str
 ) -> None:
     parent = start_node_process(reference, tmp_path)

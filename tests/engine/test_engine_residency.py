@@ -73,7 +73,8 @@ def begin(found: Engines, session: str, group: str = "g", credits: list[float] |
     return found.begin_session(session, "pi", group, (credits if credits is not None else []).append)
 
 
-async def test_sessions_are_counted_by_what_the_engine_read(tmp_path: Path) -> None:
+async def test_session_size_counts_engine_reads(tmp_path: Path) -> None:
+    """A session's size is counted by what the engine read of it."""
     async with engines(tmp_path) as found:
         assert begin(found, "a") is None
         assert await sampled(found, call("a", 6_000)) == 0
@@ -86,7 +87,7 @@ async def test_sessions_are_counted_by_what_the_engine_read(tmp_path: Path) -> N
         assert of(found).tokens == 0
 
 
-async def test_no_more_begin_than_the_cache_is_expected_to_hold(tmp_path: Path) -> None:
+async def test_sessions_begin_within_cache_size(tmp_path: Path) -> None:
     async with engines(tmp_path) as found:
         begun = 0
         while (why := begin(found, f"s{begun}")) is None:
@@ -98,7 +99,8 @@ async def test_no_more_begin_than_the_cache_is_expected_to_hold(tmp_path: Path) 
         assert begin(found, "another") is None
 
 
-async def test_a_session_that_does_not_wait_begins_without_a_place(tmp_path: Path) -> None:
+async def test_unqueued_session_begins_without_place(tmp_path: Path) -> None:
+    """A session that does not wait begins without a place."""
     async with engines(tmp_path) as found:
         begun = 0
         while begin(found, f"s{begun}") is None:
@@ -109,7 +111,8 @@ async def test_a_session_that_does_not_wait_begins_without_a_place(tmp_path: Pat
         assert of(found).displaced == 0
 
 
-async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: Path) -> None:
+async def test_displaced_session_call_is_held(tmp_path: Path) -> None:
+    """The call of a displaced session is held until another session ends."""
     credits: list[float] = []
     async with engines(tmp_path) as found:
         for name in ("a", "b"):
@@ -127,7 +130,8 @@ async def test_a_displaced_session_s_call_is_held_until_another_ends(tmp_path: P
     assert 0.3 <= sum(credits) < 30
 
 
-async def test_a_held_call_ends_with_its_client_and_a_host_that_dies(tmp_path: Path) -> None:
+async def test_held_call_ends_with_client(tmp_path: Path) -> None:
+    """A held call ends with its client, and with a host that dies."""
     async with engines(tmp_path) as found:
         for name in ("a", "b"):
             assert begin(found, name, name) is None
@@ -145,7 +149,8 @@ async def test_a_held_call_ends_with_its_client_and_a_host_that_dies(tmp_path: P
         assert of(found).tokens == 21_108, "read by the host that came back"
 
 
-async def test_a_session_keeps_its_host_and_a_group_comes_together(tmp_path: Path) -> None:
+async def test_session_keeps_host_of_group(tmp_path: Path) -> None:
+    """A session keeps its host, and a group comes together."""
     async with engines(tmp_path, gpus=(0, 1)) as found:
         for name, group in (("a", "one"), ("b", "two"), ("c", "one")):
             assert begin(found, name, group) is None
@@ -157,7 +162,8 @@ async def test_a_session_keeps_its_host_and_a_group_comes_together(tmp_path: Pat
         assert after == at
 
 
-async def test_new_weights_make_the_next_read_a_planned_one(tmp_path: Path) -> None:
+async def test_new_weights_plan_next_read(tmp_path: Path) -> None:
+    """New weights make the next read of a session a planned one."""
     async with engines(tmp_path) as found:
         assert begin(found, "a") is None
         await sampled(found, call("a", 6_000))
@@ -176,7 +182,7 @@ def begun(found: Engines) -> int:
     return 50
 
 
-async def test_a_restarted_node_begins_with_the_sizes_that_were_learned(tmp_path: Path) -> None:
+async def test_restarted_node_has_learned_sizes(tmp_path: Path) -> None:
     async with engines(tmp_path) as found:
         assert begun(found) == 4, "a sixth of the cache each is the guess"
         for number in range(4):
@@ -192,14 +198,15 @@ async def test_a_restarted_node_begins_with_the_sizes_that_were_learned(tmp_path
         assert begun(found) == 4, "a damaged file is as none"
 
 
-async def test_switched_off_every_session_begins(tmp_path: Path) -> None:
+async def test_disabled_residency_begins_every_session(tmp_path: Path) -> None:
     async with engines(tmp_path, residency=False) as found:
         assert [begin(found, f"s{number}") for number in range(50)] == [None] * 50
         await sampled(found, call("s0", 6_000))
         assert found.statistics().hosts[0].residency is None
 
 
-def test_a_cache_without_bounds_and_one_of_others_is_not_counted(tmp_path: Path) -> None:
+def test_unbounded_cache_is_not_counted(tmp_path: Path) -> None:
+    """A cache without bounds and an external engine's cache are not counted."""
     mine = settings(tmp_path)
     assert mine.has_residency
     assert mine.simulated is not None
@@ -210,7 +217,7 @@ def test_a_cache_without_bounds_and_one_of_others_is_not_counted(tmp_path: Path)
 
 
 @pytest.mark.parametrize("session", ["", "unknown"])
-async def test_calls_that_began_nowhere_are_served(tmp_path: Path, session: str) -> None:
+async def test_unregistered_calls_are_served(tmp_path: Path, session: str) -> None:
     async with engines(tmp_path) as found:
         assert await sampled(found, call(session, 2_000)) == 0
         found.end_session(session)

@@ -13,37 +13,38 @@ from polarnode.engine.routing import (
 )
 
 
-def test_a_new_session_goes_where_the_fewest_calls_are() -> None:
+def test_new_session_goes_to_idlest_host() -> None:
     router = Router()
     assert router.choose("a", {0: 3, 1: 1, 2: 2}) == 1
     assert router.choose("b", {0: 0, 1: 0}) == 0  # a tie: the first, so that it can be told beforehand
 
 
-def test_a_session_stays_with_its_host_even_when_others_are_idle() -> None:
+def test_session_stays_despite_idle_hosts() -> None:
     router = Router()
     assert router.choose("a", {0: 0, 1: 5}) == 0
     assert router.choose("a", {0: HOME_SLACK_CALLS, 1: 0}) == 0
 
 
-def test_an_overloaded_host_loses_the_session_for_good() -> None:
+def test_overloaded_host_loses_session() -> None:
     router = Router()
     router.choose("a", {0: 0, 1: 5})
     assert router.choose("a", {0: HOME_SLACK_CALLS + 1, 1: 0}) == 1
     assert router.choose("a", {0: 0, 1: 3}) == 1
 
 
-def test_a_session_leaves_a_host_that_does_not_serve() -> None:
+def test_session_leaves_unready_host() -> None:
     router = Router()
     router.choose("a", {0: 0, 1: 5})
     assert router.choose("a", {1: 40}) == 1
 
 
-def test_calls_of_no_session_only_follow_the_load() -> None:
+def test_sessionless_calls_follow_load() -> None:
     router = Router()
     assert [router.choose("", {0: 0, 1: 1}), router.choose("", {0: 2, 1: 1})] == [0, 1]
 
 
-def test_old_sessions_are_forgotten_and_the_busy_ones_kept() -> None:
+def test_old_idle_sessions_are_forgotten() -> None:
+    """Old sessions are forgotten, and the busy ones are kept."""
     router = Router()
     router.choose("old", {0: 0, 1: 9})
     router.choose("kept", {0: 0, 1: 9})
@@ -54,7 +55,7 @@ def test_old_sessions_are_forgotten_and_the_busy_ones_kept() -> None:
     assert router.choose("old", {0: 1, 1: 0}) == 1
 
 
-def test_the_first_restart_is_at_once_and_the_next_ones_wait_longer() -> None:
+def test_restart_delays_grow_after_first() -> None:
     deaths = HostDeaths()
     assert [deaths.note(float(second)) for second in range(MAX_DEATHS)] == [
         0.0,

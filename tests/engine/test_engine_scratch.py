@@ -33,7 +33,7 @@ def leave(folder: Path, tag: str, *, age: float) -> Path:
     return path
 
 
-def test_nothing_is_left_after_the_block(temporary: Path) -> None:
+def test_nothing_remains_after_block(temporary: Path) -> None:
     with open_scratch() as scratch:
         (scratch.path / "file").write_text("x")
         (SHARED_MEMORY / f"sem.{scratch.tag}-abc").touch()
@@ -43,7 +43,7 @@ def test_nothing_is_left_after_the_block(temporary: Path) -> None:
     assert list(SHARED_MEMORY.glob(f"*{scratch.tag}*")) == []
 
 
-def test_the_folder_may_be_gone_already() -> None:
+def test_missing_folder_is_no_error() -> None:
     with open_scratch() as scratch:
         (scratch.path / "lock").unlink()
         scratch.path.rmdir()  # the host's lifeline was quicker
@@ -55,21 +55,21 @@ def test_two_hosts_share_nothing() -> None:
         assert one.tag not in str(other.path)
 
 
-def test_a_killed_node_is_swept_up(temporary: Path) -> None:
+def test_killed_nodes_folder_is_swept(temporary: Path) -> None:
     path = leave(temporary, "pnstale", age=2 * MIN_STALE_AGE_S)
     assert sweep() == 1
     assert not path.exists()
     assert not (SHARED_MEMORY / "sem.pnstale-x1").exists()
 
 
-def test_a_folder_whose_lock_went_first_is_swept_up_too(temporary: Path) -> None:
+def test_folder_without_lock_is_swept(temporary: Path) -> None:
     path = leave(temporary, "pnhalf", age=0)
     (path / "lock").unlink()
     os.utime(path, (time.time() - 2 * MIN_STALE_AGE_S,) * 2)
     assert sweep() == 1
 
 
-def test_a_living_node_is_left_alone(temporary: Path) -> None:
+def test_living_nodes_folder_stays(temporary: Path) -> None:
     path = leave(temporary, "pnlive", age=2 * MIN_STALE_AGE_S)
     with (path / "lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -78,13 +78,13 @@ def test_a_living_node_is_left_alone(temporary: Path) -> None:
     assert sweep() == 1
 
 
-def test_a_folder_in_the_making_is_left_alone(temporary: Path) -> None:
+def test_unfinished_folder_is_left_alone(temporary: Path) -> None:
     leave(temporary, "pnyoung", age=0)
     assert sweep() == 0
     (SHARED_MEMORY / "sem.pnyoung-x1").unlink()
 
 
-def test_a_temporary_folder_too_long_for_sockets_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_too_long_for_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 60)
     with pytest.raises(EngineError, match="TMPDIR=/tmp/xxx"), open_scratch():
         pass

@@ -53,7 +53,7 @@ def arguments(folder: Path, config: dict[str, Any], **more: Any) -> dict[str, An
         "extra",
     ],
 )
-def test_sglang_knows_every_argument_and_takes_its_type(
+def test_sglang_accepts_arguments_and_types(
     tmp_path: Path, config: dict[str, Any], more: dict[str, Any]
 ) -> None:
     import msgspec
@@ -70,7 +70,7 @@ def test_sglang_knows_every_argument_and_takes_its_type(
 
 
 @pytest.mark.engine
-def test_what_sglang_does_with_sessions_is_as_the_setting_says() -> None:
+def test_session_cache_setting_matches_sglang() -> None:
     """Why `session_cache` is off unless asked for, and what it is refused with: when SGLang changes that, this
     fails and docs/engines.md is to be read again.
     """
@@ -95,7 +95,7 @@ def test_what_sglang_does_with_sessions_is_as_the_setting_says() -> None:
     assert (core(False), core(True)) == ("rust", "python")
 
 
-def test_the_lock_of_a_gpu_host_has_what_the_project_pins() -> None:
+def test_gpu_lock_has_pinned_versions() -> None:
     lock = (ROOT / "tools" / "constraints-gpu.txt").read_text()
     pins = dict(line.split("==") for line in lock.splitlines() if not line.startswith("#"))
     project = (ROOT / "pyproject.toml").read_text()
@@ -106,7 +106,8 @@ def test_the_lock_of_a_gpu_host_has_what_the_project_pins() -> None:
     assert not re.search(r"https?://|@|file:", lock), "no host, no path"
 
 
-def test_the_lock_is_what_pip_would_install_but_ourselves() -> None:
+def test_gpu_lock_matches_pip_resolution() -> None:
+    """The lock holds what pip would install, except this project itself."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         from lock_gpu import lines

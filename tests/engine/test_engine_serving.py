@@ -43,7 +43,7 @@ def meta(logprobs: list[float], finish: dict[str, Any] | None = None, **more: An
     }
 
 
-def test_a_chunk_becomes_a_piece() -> None:
+def test_chunk_becomes_a_piece() -> None:
     found = piece(RID, [5, 70_000], meta([-0.5, -0.25], cached_tokens=12))
     assert found == Piece(
         rid=RID,
@@ -54,7 +54,7 @@ def test_a_chunk_becomes_a_piece() -> None:
     )
 
 
-def test_the_last_chunk_has_its_finish_and_its_spans() -> None:
+def test_last_chunk_has_finish_and_spans() -> None:
     spans = [{"version": "v0", "start": 0, "end": 7}, {"version": "v1", "start": 7, "end": 9}]
     found = piece(RID, [5], meta([-0.5], {"type": "stop", "matched": 5}, weight_versions=spans))
     assert isinstance(found, Piece)
@@ -71,7 +71,7 @@ def test_the_last_chunk_has_its_finish_and_its_spans() -> None:
         ({"type": "abort", "message": "Aborted by AbortReq.", "status_code": 400}, "abort"),
     ],
 )
-def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
+def test_other_finishes_keep_their_names(finish: dict[str, Any], kind: str) -> None:
     found = piece(RID, [], meta([], finish))
     assert isinstance(found, Piece)
     assert found.finish == kind
@@ -103,7 +103,7 @@ def test_other_ends_keep_their_names(finish: dict[str, Any], kind: str) -> None:
         ),
     ],
 )
-def test_an_end_that_is_none_of_ours_is_a_failure(
+def test_unknown_finish_is_a_failure(
     finish: dict[str, Any], sentence: str, retryable: bool, refused: bool
 ) -> None:
     found = piece(RID, [5], meta([-0.5], finish))
@@ -112,14 +112,14 @@ def test_an_end_that_is_none_of_ours_is_a_failure(
     assert (found.retryable, found.refused) == (retryable, refused)
 
 
-def test_a_constraint_that_allows_no_token_fails_its_call_with_the_reason() -> None:
+def test_impossible_constraint_fails_with_reason() -> None:
     """SGLang samples a token all the same, with the logprob NaN, and aborts in its next chunk."""
     found = piece(RID, [5], meta([float("nan")]), constrained=True)
     assert found == Failed(rid=RID, message=NOTHING_TO_SAMPLE, retryable=False, refused=True)
     assert isinstance(piece(RID, [5], meta([-0.5]), constrained=True), Piece)
 
 
-def test_tokens_without_their_logprobs_are_a_failure() -> None:
+def test_missing_logprobs_are_a_failure() -> None:
     found = piece(RID, [5, 6], meta([-0.5]))
     assert isinstance(found, Failed)
     assert "2 tokens with 1 logprobs" in found.message
@@ -140,13 +140,13 @@ def test_alternatives_follow_their_tokens() -> None:
     "told",
     [None, [None, None], [[(-0.5, 5, None)], [(-0.25, 6, None), (-2.0, 5, None)]], [[(-0.5, 5, None)] * 2]],
 )
-def test_alternatives_that_are_not_as_many_as_asked_for_are_a_failure(told: Any) -> None:
+def test_wrong_alternative_count_is_failure(told: Any) -> None:
     found = piece(RID, [5, 6], meta([-0.5, -0.25], output_top_logprobs=told), top_logprobs=2)
     assert isinstance(found, Failed)
     assert "for 2 tokens of 2 each" in found.message
 
 
-def test_an_order_is_spelled_for_sglang() -> None:
+def test_order_becomes_sglang_request() -> None:
     order = Generate(
         rid=RID,
         prompt=array("i", [7, 8]).tobytes(),
@@ -181,7 +181,7 @@ def test_an_order_is_spelled_for_sglang() -> None:
     assert "session_id" not in request(order, sessions=True)
 
 
-async def test_an_engine_that_knows_no_sessions_is_not_told_of_one_that_is_forgotten() -> None:
+async def test_forget_skips_engine_without_sessions() -> None:
     """It would answer with a warning; test_engine_cache_real.py has one that does."""
     engine = SimpleNamespace(server_args=SimpleNamespace(enable_session_radix_cache=False))
     found = control.Control(engine=engine, version="0")
@@ -201,14 +201,15 @@ def experts(rows: Any) -> dict[str, Any]:
     return {"routed_experts": b64encode(numpy.array(rows, "<i4").tobytes()).decode()}
 
 
-def test_routed_experts_are_bytes_from_where_they_were_asked_for() -> None:
+def test_experts_start_at_requested_position() -> None:
     found = routed(CARRIED, MIXTURE, 9, {"routed_experts": RECORDED})
     assert found == [
         RoutedRows(rid=RID, start=3, layers=3, top_k=2, wide=False, data=bytes([2, 7, 4, 0, 1, 5, 4, 6, 5, 1, 2, 5, 4, 7, 1, 4, 6, 2, 0, 5, 5, 0, 2, 6, 5, 0, 5, 4, 6, 5]))
     ]  # fmt: skip
 
 
-def test_a_build_that_ignores_where_to_start_is_understood() -> None:
+def test_older_builds_expert_rows_are_cut() -> None:
+    """A build that ignores the requested start is understood."""
     rows = [[[place % 8] * 2] * 3 for place in range(8)]
     assert routed(CARRIED, MIXTURE, 9, experts(rows)) == routed(CARRIED, MIXTURE, 9, experts(rows[3:]))
     whole = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
@@ -233,13 +234,13 @@ def test_many_experts_take_two_bytes() -> None:
         (experts([[[-1, 2]] * 3] * 5), "experts from -1 to 2"),
     ],
 )
-def test_experts_in_another_shape_are_a_failure_in_numbers(meta: dict[str, Any], sentence: str) -> None:
+def test_wrong_expert_shape_is_failure(meta: dict[str, Any], sentence: str) -> None:
     found = routed(CARRIED, MIXTURE, 9, meta)
     assert isinstance(found, Failed)
     assert sentence in found.message
 
 
-def test_many_rows_are_several_messages_cut_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_messages_split_between_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SLAB", 14)
     rows = [[[place % 8] * 2] * 3 for place in range(8)]
     found = routed(evolve(CARRIED, routed_from=0), MIXTURE, 9, experts(rows))
@@ -248,12 +249,13 @@ def test_many_rows_are_several_messages_cut_between_rows(monkeypatch: pytest.Mon
     assert b"".join(each.data for each in found) == bytes(place for place in range(8) for _ in range(6))
 
 
-def test_a_sample_of_one_token_behind_a_whole_prompt_has_no_new_row() -> None:
+def test_single_token_has_no_expert_row() -> None:
+    """A sample of one token behind a whole prompt has no new row of experts."""
     found = routed(evolve(CARRIED, routed_from=5), MIXTURE, 6, experts([]))
     assert found == [RoutedRows(rid=RID, start=5, layers=3, top_k=2, wide=False, data=b"")]
 
 
-def test_leftovers_are_what_bears_the_tag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tagged_leftovers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifeline, "SHARED_MEMORY", tmp_path / "shm")
     for name in ("shm/sem.pnx-1", "shm/sglang_loads_pnx_2.shm", "shm/sem.other-1", "scratch/tmp1"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -285,11 +287,12 @@ for attempt in (lambda: T.Compose([]), lambda: tvF.resize(1), lambda: torchvisio
         (SimpleNamespace(full_kv_pool_host=SimpleNamespace(logical_size=128)), 128),
     ],
 )
-def test_the_tokens_of_main_memory_are_those_of_the_cache_s_pool(cache: Any, tokens: int) -> None:
+def test_host_cache_tokens_are_of_pool(cache: Any, tokens: int) -> None:
+    """The tokens of main memory are those of the cache's pool."""
     assert building.host_tokens(cache) == tokens
 
 
-def test_the_stand_in_for_torchvision_imports_and_refuses_to_work() -> None:
+def test_torchvision_stub_imports_and_refuses() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TORCHVISION],
         env={"PYTHONPATH": str(building.STUBS_FOLDER)},
@@ -302,7 +305,7 @@ def test_the_stand_in_for_torchvision_imports_and_refuses_to_work() -> None:
     assert "torchvision.transforms.v2.functional.resize needs" in ran.stdout
 
 
-def test_the_host_refuses_to_share_a_session() -> None:
+def test_host_refuses_shared_session() -> None:
     """It ends with its whole session: in a shell's, that would be the shell."""
     command = [
         sys.executable,
@@ -321,7 +324,7 @@ def test_the_host_refuses_to_share_a_session() -> None:
 
 
 @pytest.mark.parametrize(("adapter", "refused"), [("", True), ("a-1", True), ("a-2", False)])
-def test_what_sglang_finds_wrong_is_the_requests_fault(adapter: str, refused: bool) -> None:
+def test_sglang_validation_is_request_fault(adapter: str, refused: bool) -> None:
     """Also under an adapter, unless it is the adapter that SGLang has not."""
 
     async def generate(**_: Any) -> None:

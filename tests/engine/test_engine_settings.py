@@ -41,7 +41,7 @@ def make(model: Path, **changes: Any) -> EngineSettings:
     )
 
 
-def test_settings_that_work_are_not_refused(model: Path) -> None:
+def test_valid_settings_are_accepted(model: Path) -> None:
     check(make(model))
     check(make(model, device="cuda", gpus=(0, 1, 2, 3), tp=2))
 
@@ -61,7 +61,7 @@ def test_settings_that_work_are_not_refused(model: Path) -> None:
         ({"device": "cuda", "gpus": (0,), "tp": 0}, "--tp 0"),
     ],
 )
-def test_a_setting_that_can_not_work_is_named(model: Path, changes: dict[str, Any], remedy: str) -> None:
+def test_impossible_setting_names_remedy(model: Path, changes: dict[str, Any], remedy: str) -> None:
     with pytest.raises(EngineError, match=remedy) as caught:
         check(make(model, **changes))
     assert not caught.value.retryable
@@ -73,7 +73,7 @@ MIXTURE = {**TINY, "num_experts": 128, "num_experts_per_tok": 8}
 @pytest.mark.parametrize(
     "config", [MIXTURE, {**TINY, "n_routed_experts": 256}, {**TINY, "text_config": {"num_local_experts": 8}}]
 )
-def test_a_mixture_can_tell_its_experts(model: Path, config: dict[str, Any]) -> None:
+def test_mixture_reports_routed_experts(model: Path, config: dict[str, Any]) -> None:
     (model / "config.json").write_text(json.dumps(config))
     asked = make(model, routed_experts=True)
     check(asked)
@@ -87,7 +87,7 @@ def test_a_mixture_can_tell_its_experts(model: Path, config: dict[str, Any]) -> 
     assert "enable_return_routed_experts" not in engine_arguments(make(model), nccl_port=1)
 
 
-def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> None:
+def test_session_cache_is_set_if_requested(model: Path) -> None:
     asked = make(model, session_cache=True)
     check(asked)
     assert engine_arguments(asked, nccl_port=1)["enable_session_radix_cache"] is True
@@ -107,7 +107,7 @@ def test_sessions_are_known_to_the_cache_where_it_was_asked_for(model: Path) -> 
 
 
 @pytest.mark.parametrize("name", SESSIONLESS_ARGUMENTS)
-def test_a_session_cache_is_refused_with_arguments_that_give_another(model: Path, name: str) -> None:
+def test_session_cache_conflicting_arguments_are_refused(model: Path, name: str) -> None:
     with pytest.raises(EngineError, match=f"session_cache does not go with --engine-arg {name}"):
         check(make(model, session_cache=True, extra={name: True}))
     check(make(model, extra={name: True}))
@@ -123,16 +123,15 @@ def test_a_session_cache_is_refused_with_arguments_that_give_another(model: Path
         ({"hybrid_layer_pattern": [1, 0]}, False),
     ],
 )
-def test_a_session_cache_is_refused_for_a_model_of_windows_alone(
-    model: Path, layers: dict[str, Any], refused: bool
-) -> None:
+def test_window_only_model_refuses_session_cache(model: Path, layers: dict[str, Any], refused: bool) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, **layers}))
     reason = session_cache_refusal(make(model, session_cache=True))
     assert (reason is not None and "all of whose layers attend to a window alone" in reason) == refused
 
 
-def test_main_memory_takes_what_a_gpu_s_cache_evicts(model: Path) -> None:
+def test_evicted_cache_moves_to_memory(model: Path) -> None:
+    """Main memory takes what the cache of a GPU evicts."""
     asked = make(model, device="cuda", gpus=(0,), host_cache_gb=40)
     check(asked)
     found = engine_arguments(asked, nccl_port=1)
@@ -159,11 +158,11 @@ def test_main_memory_takes_what_a_gpu_s_cache_evicts(model: Path) -> None:
         ({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 70_272),
     ],
 )
-def test_what_a_token_takes_in_the_cache(config: dict[str, Any], expected: int) -> None:
+def test_cache_bytes_per_token(config: dict[str, Any], expected: int) -> None:
     assert token_bytes(config, size=2) == expected
 
 
-def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:
+def test_dense_model_refuses_routed_experts(model: Path) -> None:
     with pytest.raises(EngineError, match="--routed-experts: the model model is dense"):
         check(make(model, routed_experts=True))
     simulated = SimulatedEngine(simulation=Simulation(), marks=FamilyMarks(turn_end=1), vocab_size=9)
@@ -171,13 +170,14 @@ def test_what_has_no_experts_is_not_asked_to_tell_them(model: Path) -> None:
         check(make(model, routed_experts=True, simulated=simulated))
 
 
-def test_one_host_per_gpu_or_per_tp_group(model: Path) -> None:
+def test_one_host_per_gpu_group(model: Path) -> None:
+    """One host runs per GPU, or per group of tp_size GPUs."""
     assert gpu_groups(make(model)) == ((),)
     assert gpu_groups(make(model, device="cuda", gpus=(0, 1, 2, 3))) == ((0,), (1,), (2,), (3,))
     assert gpu_groups(make(model, device="cuda", gpus=(0, 1, 4, 5), tp=2)) == ((0, 1), (4, 5))
 
 
-def test_a_cpu_engine_is_float32_and_torch_native(model: Path) -> None:
+def test_cpu_engine_uses_float32_and_torch(model: Path) -> None:
     arguments = engine_arguments(make(model), nccl_port=22_001)
     assert arguments["dtype"] == "float32"
     assert arguments["attention_backend"] == "torch_native"
@@ -187,7 +187,8 @@ def test_a_cpu_engine_is_float32_and_torch_native(model: Path) -> None:
     assert engine_arguments(make(model, dtype="bfloat16"), nccl_port=1)["dtype"] == "bfloat16"
 
 
-def test_what_was_said_wins_over_what_we_choose_and_extra_over_all(model: Path) -> None:
+def test_explicit_settings_override_our_defaults(model: Path) -> None:
+    """Explicit settings override our defaults, and extra arguments override all."""
     said = make(
         model,
         context_length=512,
@@ -210,7 +211,8 @@ def test_what_was_said_wins_over_what_we_choose_and_extra_over_all(model: Path) 
     assert picked == [512, 0.5, 999, 3, 1]
 
 
-def test_a_gpu_engine_leaves_memory_and_kernels_to_sglang(model: Path) -> None:
+def test_gpu_engine_uses_sglang_defaults(model: Path) -> None:
+    """A GPU engine leaves memory and kernels to SGLang."""
     arguments = engine_arguments(make(model, device="cuda", gpus=(0, 1), tp=2), nccl_port=1)
     assert arguments["tp_size"] == 2
     assert not {"attention_backend", "max_total_tokens", "mem_fraction_static", "dp_size"} & set(arguments)
@@ -230,11 +232,11 @@ def test_a_gpu_engine_leaves_memory_and_kernels_to_sglang(model: Path) -> None:
         ({}, CPU_MIN_TOKENS),  # a config that says nothing is taken for a 7B
     ],
 )
-def test_the_cpu_cache_follows_the_model(config: dict[str, int], tokens: int) -> None:
+def test_cpu_cache_follows_model_size(config: dict[str, int], tokens: int) -> None:
     assert cpu_tokens(config) == tokens
 
 
-def test_a_host_sees_only_its_own_gpus_and_folder(model: Path) -> None:
+def test_host_sees_own_gpus_and_folder(model: Path) -> None:
     settings = make(model, device="cuda", gpus=(0, 1), tp=2)
     environment = host_environment(
         settings, gpus=(1, 0), scratch=Path("/tmp/s"), base={"PATH": "/bin", "SGLANG_PLATFORM": "x"}
@@ -245,7 +247,7 @@ def test_a_host_sees_only_its_own_gpus_and_folder(model: Path) -> None:
     assert "SGLANG_PLATFORM" not in environment
 
 
-def test_a_cpu_host_chooses_our_platform_and_sees_no_gpu(model: Path) -> None:
+def test_cpu_host_sees_no_gpu(model: Path) -> None:
     environment = host_environment(
         make(model), gpus=(), scratch=Path("/tmp/s"), base={"CUDA_VISIBLE_DEVICES": "3"}
     )
@@ -253,7 +255,7 @@ def test_a_cpu_host_chooses_our_platform_and_sees_no_gpu(model: Path) -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_gpu_numbers_count_among_those_the_node_was_given(model: Path) -> None:
+def test_gpu_numbers_index_visible_devices(model: Path) -> None:
     settings = make(model, device="cuda", gpus=(1,))
     assert (
         host_environment(settings, gpus=(1,), scratch=Path("/s"), base={"CUDA_VISIBLE_DEVICES": "4,GPU-abc"})[

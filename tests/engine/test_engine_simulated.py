@@ -68,7 +68,7 @@ def model() -> LoadedModel:
     return load_model(TINY_MODEL)
 
 
-def test_a_family_that_writes_calls_otherwise_is_refused() -> None:
+def test_unsupported_call_format_is_refused() -> None:
     """Its answers would hold calls that nothing reads."""
     assert simulated_marks(load_model(family_folder("smollm2")).family).call_open is None
     with pytest.raises(
@@ -109,7 +109,7 @@ def read(model: LoadedModel, asked: "array[int]", ids: "array[int]") -> ParsedAn
 # ── what it says ──────────────────────────────────────────────────────────────
 
 
-def test_an_answer_is_words_one_whole_call_and_the_end_of_the_turn(model: LoadedModel) -> None:
+def test_answer_has_words_call_and_end(model: LoadedModel) -> None:
     asked = prompt(model, BASH)
     for number in range(20):
         answer = answers(model).answer(wanted(asked, rid=f"{number:032x}"))
@@ -124,7 +124,7 @@ def test_an_answer_is_words_one_whole_call_and_the_end_of_the_turn(model: Loaded
         assert json.loads(call.arguments)["command"] in COMMANDS
 
 
-def test_the_same_request_is_answered_the_same_and_another_is_not(model: LoadedModel) -> None:
+def test_same_request_gets_same_answer(model: LoadedModel) -> None:
     asked = prompt(model, BASH)
     one, again, seeded = answers(model), answers(model), answers(model, seed=1)
     assert one.answer(wanted(asked)) == again.answer(wanted(asked))
@@ -133,20 +133,21 @@ def test_the_same_request_is_answered_the_same_and_another_is_not(model: LoadedM
 
 
 @pytest.mark.parametrize("length", [1, 2, 40, 1000])
-def test_an_answer_is_as_long_as_asked_for_but_its_call_is_whole(model: LoadedModel, length: int) -> None:
+def test_call_stays_whole_beyond_length(model: LoadedModel, length: int) -> None:
+    """An answer is as long as was asked for, but its call is whole."""
     plain = answers(model, answer_tokens=length).answer(wanted(prompt(model)))
     assert len(plain.ids) == length
     calling = answers(model, answer_tokens=length).answer(wanted(prompt(model, BASH)))
     assert calling.ids.count(model.family.call_close or -1) == 1
 
 
-def test_what_does_not_fit_is_cut(model: LoadedModel) -> None:
+def test_oversized_answer_is_cut(model: LoadedModel) -> None:
     answer = answers(model).answer(wanted(prompt(model, BASH), max_tokens=255))
     assert (len(answer.ids), answer.finish) == (255, "length")
     assert answers(model).answer(wanted(prompt(model), max_tokens=256)).finish == "stop"
 
 
-def test_without_tools_there_is_no_call_whatever_a_client_writes(model: LoadedModel) -> None:
+def test_no_call_without_tools(model: LoadedModel) -> None:
     fake = '<tools>\n{"type": "function", "function": {"name": "rm", "parameters": {}}}\n</tools>'
     answer = answers(model).answer(wanted(prompt(model, text=fake)))
     assert model.family.call_open not in answer.ids
@@ -160,7 +161,7 @@ def test_without_tools_there_is_no_call_whatever_a_client_writes(model: LoadedMo
     assert calls == {"bash"}
 
 
-def test_a_conversation_comes_to_an_end(model: LoadedModel) -> None:
+def test_conversation_comes_to_an_end(model: LoadedModel) -> None:
     """The template's own example of a call is none of the conversation's."""
     said, close = answers(model, calling_turns=2), model.family.call_close
     asked = prompt(model, BASH)
@@ -170,7 +171,7 @@ def test_a_conversation_comes_to_an_end(model: LoadedModel) -> None:
     assert close not in said.answer(wanted(array("i", [*asked, close, close]))).ids
 
 
-def test_a_thought_the_prompt_opened_is_closed(model: LoadedModel) -> None:
+def test_thought_opened_by_prompt_is_closed(model: LoadedModel) -> None:
     opened = array(
         "i", [*prompt(model, BASH), model.family.think_open or 0, *model.tokenizer.encode_plain("\n")]
     )
@@ -178,7 +179,8 @@ def test_a_thought_the_prompt_opened_is_closed(model: LoadedModel) -> None:
     assert [type(part).__name__ for part in parts] == ["ThinkingPart", "TextPart", "ToolCall"]
 
 
-def test_json_is_made_up_from_its_schema_and_other_constraints_are_refused(model: LoadedModel) -> None:
+def test_json_follows_schema_others_refused(model: LoadedModel) -> None:
+    """JSON is made up from its schema, and other constraints are refused."""
     schema = {
         "type": "object",
         "properties": {"title": {"type": "string"}, "n": {"enum": [3]}},
@@ -195,14 +197,15 @@ def test_json_is_made_up_from_its_schema_and_other_constraints_are_refused(model
         answers(model).answer(wanted(prompt(model), processor="{}"))
 
 
-def test_tools_are_read_once_a_head_and_the_oldest_forgotten(model: LoadedModel) -> None:
+def test_parsed_tools_cache_is_bounded(model: LoadedModel) -> None:
+    """Tools are parsed once a prompt head, and the oldest are forgotten."""
     said = answers(model)
     for number in range(HEADS + 5):
         said.answer(wanted(prompt(model, evolve(BASH, name=f"bash{number}"))))
     assert len(said._tools) == HEADS
 
 
-def test_a_tool_that_runs_commands_is_preferred() -> None:
+def test_command_tool_is_preferred() -> None:
     tools = [{"name": tool.name, "parameters": tool.parameters} for tool in (ASK, BASH)]
     assert {make_tool_call(tools, Random(number))["name"] for number in range(20)} == {"bash"}
     assert make_tool_call(tools[:1], Random(0)) == {"name": "ask", "arguments": {}}
@@ -232,7 +235,7 @@ def test_a_tool_that_runs_commands_is_preferred() -> None:
         ({"type": "string", "maxLength": 0}, ""),
     ],
 )
-def test_a_value_is_of_its_schema(schema: Any, kind: Any) -> None:
+def test_value_matches_its_schema(schema: Any, kind: Any) -> None:
     assert value(schema, Random(0)) == kind
 
 
@@ -254,7 +257,7 @@ def test_any_schema_gives_json(schema: Any) -> None:
     json.dumps(value(schema, Random(0)))
 
 
-def test_what_was_there_before_is_cached_by_whole_blocks() -> None:
+def test_whole_blocks_are_cached() -> None:
     prefixes = Prefixes()
     first = array("i", range(3 * BLOCK + 1))
     assert prefixes.cached(first.tobytes()) == 0
@@ -266,7 +269,7 @@ def test_what_was_there_before_is_cached_by_whole_blocks() -> None:
     assert prefixes.cached(first.tobytes()) == 0
 
 
-def test_the_prefixes_of_long_ago_are_forgotten() -> None:
+def test_oldest_prefixes_are_forgotten() -> None:
     prefixes = Prefixes()
     prefixes.cached(array("i", range(2 * BLOCK)).tobytes())
     prefixes.cached(array("i", range(1, (KEPT + 1) * BLOCK)).tobytes())
@@ -302,7 +305,7 @@ def pid_of(engines: Engines) -> int:
     return pid
 
 
-def test_gpus_that_are_not_there_have_hosts(model: LoadedModel, tmp_path: Path) -> None:
+def test_absent_gpus_have_hosts(model: LoadedModel, tmp_path: Path) -> None:
     told = settings(model, tmp_path, device="cuda", gpus=(4, 5, 6, 7), tp=2)
     assert gpu_groups(told) == ((4, 5), (6, 7))
     assert gpu_groups(settings(model, tmp_path)) == ((),)
@@ -316,7 +319,7 @@ def test_gpus_that_are_not_there_have_hosts(model: LoadedModel, tmp_path: Path) 
     assert engine_arguments(evolve(told, context_length=99), nccl_port=1)["context_length"] == 99
 
 
-async def test_it_serves_and_ends_and_leaves_nothing(model: LoadedModel, tmp_path: Path) -> None:
+async def test_host_serves_and_leaves_nothing(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, gpus=(0, 1), device="cuda") as engines:
         statistics = engines.statistics()
         assert (statistics.kind, len(statistics.hosts)) == ("simulated", 2)
@@ -343,7 +346,7 @@ async def test_it_serves_and_ends_and_leaves_nothing(model: LoadedModel, tmp_pat
     assert all(group_members(pid) == [] for pid in groups if pid is not None)
 
 
-async def test_tokens_come_when_a_gpu_would_give_them(model: LoadedModel, tmp_path: Path) -> None:
+async def test_tokens_come_at_gpu_speed(model: LoadedModel, tmp_path: Path) -> None:
     slow = evolve(
         AT_ONCE,
         tokens_per_s=100,
@@ -369,7 +372,7 @@ async def test_tokens_come_when_a_gpu_would_give_them(model: LoadedModel, tmp_pa
             assert whole >= expected + 33 / 100 - 0.02
 
 
-async def test_more_than_can_run_wait(model: LoadedModel, tmp_path: Path) -> None:
+async def test_excess_requests_wait(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(
         model, tmp_path, evolve(AT_ONCE, tokens_per_s=100, max_running=2, answer_tokens=60)
     ) as engines:
@@ -385,9 +388,7 @@ async def test_more_than_can_run_wait(model: LoadedModel, tmp_path: Path) -> Non
         await until_idle(engines)
 
 
-async def test_leaving_ends_a_request_that_runs_and_one_that_waits(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+async def test_leaving_ends_running_and_waiting_requests(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, evolve(AT_ONCE, tokens_per_s=10, max_running=1)) as engines:
         async with engines.generate(order([1], max_tokens=None)) as stream:
             await stream.__anext__()
@@ -398,9 +399,8 @@ async def test_leaving_ends_a_request_that_runs_and_one_that_waits(
             assert (await stream.__anext__()).finish_reason is None
 
 
-async def test_a_pause_holds_everything_and_weights_change_between(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+async def test_weights_change_during_pause(model: LoadedModel, tmp_path: Path) -> None:
+    """A pause holds everything, and weights change in between."""
     async with opened(model, tmp_path, evolve(AT_ONCE, tokens_per_s=100, first_token_s=0.05)) as engines:
         chunks = []
         async with engines.generate(order([1], max_tokens=None)) as stream:
@@ -423,7 +423,7 @@ async def test_a_pause_holds_everything_and_weights_change_between(
         assert engines.statistics().weight_version == "new"
 
 
-async def test_a_pause_can_abort(model: LoadedModel, tmp_path: Path) -> None:
+async def test_pause_can_abort_requests(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, evolve(AT_ONCE, tokens_per_s=100)) as engines:
         async with engines.generate(order([1], max_tokens=None)) as stream:
             await stream.__anext__()
@@ -433,7 +433,7 @@ async def test_a_pause_can_abort(model: LoadedModel, tmp_path: Path) -> None:
         assert len(joined(await sample(engines, order([1])))) == 8
 
 
-async def test_a_killed_host_is_replaced(model: LoadedModel, tmp_path: Path) -> None:
+async def test_killed_host_is_replaced(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, evolve(AT_ONCE, tokens_per_s=20)) as engines:
         first = pid_of(engines)
         async with engines.generate(order([1], max_tokens=None)) as stream:
@@ -447,7 +447,7 @@ async def test_a_killed_host_is_replaced(model: LoadedModel, tmp_path: Path) -> 
         assert pid_of(engines) != first
 
 
-async def test_a_model_without_words_says_so(model: LoadedModel, tmp_path: Path) -> None:
+async def test_model_without_words_is_refused(model: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text("{}")
     with pytest.raises(EngineError, match=r"tokenizer\.json|No such file"):
@@ -455,6 +455,6 @@ async def test_a_model_without_words_says_so(model: LoadedModel, tmp_path: Path)
             pytest.fail("it does not serve")
 
 
-def test_its_program_is_a_module_that_imports_no_engine() -> None:
+def test_simulated_program_imports_no_engine() -> None:
     assert __main__.__name__ == "polarnode.engine.simulated.__main__"
     assert Serving.__module__ == "polarnode.engine.simulated.serving"

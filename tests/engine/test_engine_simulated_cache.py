@@ -59,7 +59,8 @@ def run(cache: SimulatedCache, rid: str, prompt: list[int], **more: Any) -> int:
     return last.cached
 
 
-def test_another_version_or_adapter_finds_nothing_of_the_same_tokens() -> None:
+def test_other_version_or_adapter_hits_nothing() -> None:
+    """The same tokens of another version or adapter are not in the cache."""
     for page in (1, 16):
         cache = SimulatedCache(evolve(SMALL, kv_page=page))
         prompt = list(range(400))
@@ -70,13 +71,13 @@ def test_another_version_or_adapter_finds_nothing_of_the_same_tokens() -> None:
         assert run(cache, "e", prompt) == 399 // page * page
 
 
-def test_a_sample_is_found_but_for_its_last_token() -> None:
+def test_sample_is_cached_except_last_token() -> None:
     cache = SimulatedCache(SMALL)
     run(cache, "a", list(range(100)))
     assert run(cache, "b", [*range(100), 7, 8, 9, 10]) == 102
 
 
-def test_a_forgotten_session_goes_before_an_older_one() -> None:
+def test_forgotten_session_is_evicted_first() -> None:
     for forgotten in ("", "b"):
         cache = SimulatedCache(evolve(SMALL, kv_tokens=1000))
         for name in "ab":
@@ -88,7 +89,7 @@ def test_a_forgotten_session_goes_before_an_older_one() -> None:
         assert run(cache, "e", [ord(lost)] * 400) == 0
 
 
-def test_nothing_passes_in_a_pause_and_ten_seconds_in_one() -> None:
+def test_pause_delays_simulated_time() -> None:
     cache = SimulatedCache(evolve(SMALL, tokens_per_s=10, kv_request_s=0, kv_context_s=0, speed=10))
     cache.submit("a", array("i", [1]), array("i", [7] * 101), max_new=101, salt="", session="", now=0.0)
     assert cache.advance(0.0) == []
@@ -101,14 +102,14 @@ def test_nothing_passes_in_a_pause_and_ten_seconds_in_one() -> None:
     assert [each.over for each in cache.advance(101.02)] == [True]
 
 
-def test_what_nobody_reads_is_flushed() -> None:
+def test_unused_cache_is_flushed() -> None:
     cache = SimulatedCache(SMALL)
     run(cache, "a", list(range(100)))
     cache.flush()
     assert run(cache, "b", list(range(100))) == 0
 
 
-def test_half_of_the_settings_of_a_real_gpu_are_the_old_ones() -> None:
+def test_unset_gpu_settings_keep_old_timing() -> None:
     """No setting of the cache has an effect without `kv_tokens`, and without any delay time still passes."""
     at_once = SimulatedCache(Simulation(kv_tokens=1000, tokens_per_s=0, prefill_tokens_per_s=0))
     assert run(at_once, "a", list(range(100))) == 0
@@ -116,7 +117,7 @@ def test_half_of_the_settings_of_a_real_gpu_are_the_old_ones() -> None:
     assert at_once.usage == 0
 
 
-def test_a_retracted_request_goes_on_where_it_was() -> None:
+def test_retracted_request_continues_in_place() -> None:
     """More enter, the longer none has been sent back, until some have to be: none of their tokens comes
     twice.
     """
@@ -144,7 +145,7 @@ def test_a_retracted_request_goes_on_where_it_was() -> None:
 # ── as a host ────────────────────────────────────────────────────────────
 
 
-async def test_a_small_cache_is_what_the_node_hears_of(model: LoadedModel, tmp_path: Path) -> None:
+async def test_node_learns_small_cache_size(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, evolve(SMALL, kv_page=16, speed=10)) as engines:
         ready = engines._hosts[0].ready
         assert ready is not None
@@ -157,9 +158,8 @@ async def test_a_small_cache_is_what_the_node_hears_of(model: LoadedModel, tmp_p
             await sample(engines, order([1] * 6000))
 
 
-async def test_sessions_in_turn_lose_their_prefixes_once_they_do_not_fit(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+async def test_alternating_sessions_lose_their_prefixes(model: LoadedModel, tmp_path: Path) -> None:
+    """Sessions in turn lose their prefixes once they do not fit together."""
     async with opened(model, tmp_path, evolve(SMALL, speed=10)) as engines:
         few = await played(engines, rounds(Shape(sessions=2, turns=4), "few"))
         many = await played(engines, rounds(Shape(sessions=12, turns=4), "many"))
@@ -186,7 +186,7 @@ async def test_requests_share_one_gpu(model: LoadedModel, tmp_path: Path) -> Non
         await until_idle(engines)
 
 
-async def test_leaving_and_pausing_leave_nothing_behind(model: LoadedModel, tmp_path: Path) -> None:
+async def test_leaving_and_pausing_leave_nothing(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, evolve(SMALL, tokens_per_s=50, chunk_tokens=1)) as engines:
         async with engines.generate(order([1] * 100, max_tokens=None)) as stream:
             await stream.__anext__()

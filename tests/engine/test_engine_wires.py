@@ -18,7 +18,7 @@ def closed(descriptor: int) -> bool:
     return False
 
 
-def test_nothing_stays_open_after_the_block() -> None:
+def test_all_descriptors_close_after_block() -> None:
     with open_wires() as wires:
         ends = {wires.ours.fileno(), *wires.theirs()}
         assert not any(map(closed, ends))
@@ -26,13 +26,13 @@ def test_nothing_stays_open_after_the_block() -> None:
     assert all(map(closed, ends))
 
 
-def test_the_host_is_told_by_two_descriptors() -> None:
+def test_host_arguments_name_two_descriptors() -> None:
     with open_wires() as wires:
         socket, lifeline = wires.theirs()
         assert wires.arguments() == ["--fd", str(socket), "--lifeline-fd", str(lifeline)]
 
 
-def test_cutting_the_lifeline_wakes_who_reads_it() -> None:
+def test_cut_lifeline_wakes_its_reader() -> None:
     with open_wires() as wires:
         lifeline = wires.theirs()[1]
         assert select.select([lifeline], [], [], 0)[0] == []
@@ -40,7 +40,8 @@ def test_cutting_the_lifeline_wakes_who_reads_it() -> None:
         assert os.read(lifeline, 1) == b""
 
 
-def test_our_socket_ends_with_the_host_once_we_let_go_of_its_end() -> None:
+def test_socket_closes_with_host() -> None:
+    """Our socket ends with the host once we have closed our copy of its end."""
     with open_wires() as wires:
         held = os.dup(wires.theirs()[0])  # as the host's process would
         wires.close_host_ends()
@@ -50,7 +51,7 @@ def test_our_socket_ends_with_the_host_once_we_let_go_of_its_end() -> None:
         assert wires.ours.recv(1) == b""
 
 
-def test_the_log_of_the_life_before_is_kept(tmp_path: Path) -> None:
+def test_previous_log_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "state" / "engine-0.log"
     for text in (b"first", b"second", b"third"):
         with open_log(path) as log:
@@ -60,7 +61,7 @@ def test_the_log_of_the_life_before_is_kept(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == 2
 
 
-def test_the_tail_is_bounded_and_never_fails(tmp_path: Path) -> None:
+def test_log_tail_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "log"
     assert log_tail(path) == ""
     path.write_bytes(b"x" * TAIL + b"\xff the end")

@@ -69,7 +69,7 @@ def test_each_token_is_taken_once(whole: bool) -> None:
     assert not reads.failed
 
 
-def test_alternatives_follow_their_tokens_in_a_sample_so_far() -> None:
+def test_cumulative_alternatives_follow_their_tokens() -> None:
     reads = answer(order(top_logprobs=1))
     reads.take(chunk([5], 1, output_top_logprobs=[[[-0.5, 5, None]]]))
     later = only(reads.take(chunk([5, 6], 2, output_top_logprobs=[[[-0.5, 5, None]], [[None, 8, None]]])))
@@ -96,7 +96,7 @@ def test_alternatives_follow_their_tokens_in_a_sample_so_far() -> None:
         (chunk([6], 1, finish_reason={"type": "stop", "matched": "NaN happened"}), "NaN logits", False),
     ],
 )
-def test_what_does_not_fit_is_a_failure_of_the_call(event: dict[str, Any], why: str, again: bool) -> None:
+def test_unfit_event_fails_its_call(event: dict[str, Any], why: str, again: bool) -> None:
     reads = answer()
     found = failure(reads.take(event))
     assert why in found.message
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_a_failure_of_the_call(event: dict[str, Any], why: 
     assert found.refused == (why in ("too long", "no grammar"))
 
 
-def test_an_abort_without_tokens_ends_the_call_where_it_was() -> None:
+def test_abort_without_tokens_ends_call() -> None:
     """SGLang 0.5.23 counts a token that it does not send where it refuses a grammar."""
     spans = [{"version": "7", "start": 0, "end": 3}]
     reads = answer()
@@ -117,7 +117,7 @@ def test_an_abort_without_tokens_ends_the_call_where_it_was() -> None:
     assert not failure(answer().take(chunk([], 1, **refused))).retryable
 
 
-def test_a_logprob_that_is_null_reaches_the_nodes_check() -> None:
+def test_null_logprob_reaches_the_check() -> None:
     """The node fails a call with a logprob that is not a number; nothing may take its place."""
     (logprob,) = floats(only(answer().take(chunk([6], 1, output_token_logprobs=[[None, 6, None]]))).logprobs)
     assert logprob != logprob
@@ -126,7 +126,7 @@ def test_a_logprob_that_is_null_reaches_the_nodes_check() -> None:
 # ── weights ───────────────────────────────────────────────────────────────────
 
 
-def test_the_schedulers_spans_are_the_sample_s() -> None:
+def test_scheduler_spans_become_sample_spans() -> None:
     reads = answer()
     reads.take(chunk([5, 6], 2))
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 3}]
@@ -134,7 +134,7 @@ def test_the_schedulers_spans_are_the_sample_s() -> None:
     assert last.spans == (("7", 0, 1), ("8", 1, 3))
 
 
-def test_without_spans_the_chunk_of_a_change_is_unknown() -> None:
+def test_change_without_spans_is_unknown() -> None:
     """It is labelled after it was sampled, so it may be of either."""
     reads = answer()
     found = [
@@ -143,7 +143,7 @@ def test_without_spans_the_chunk_of_a_change_is_unknown() -> None:
     assert [piece.version for piece in found] == ["7", UNKNOWN_VERSION, "8"]
 
 
-def test_sglangs_own_label_names_nothing() -> None:
+def test_default_label_names_no_version() -> None:
     reads = answer(label="default")
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}]
     assert only(reads.take(chunk([5], 1, label="default"))).version == UNKNOWN_VERSION
@@ -153,7 +153,8 @@ def test_sglangs_own_label_names_nothing() -> None:
     )
 
 
-def test_a_label_that_outlives_its_weights_names_nothing_until_it_changes() -> None:
+def test_stale_label_names_no_version() -> None:
+    """A label that outlives its weights names nothing until it changes."""
     versions = Versions(nameless=UNNAMED_LABELS)
     versions.note("7", "/steps/7")
     assert versions.named("7") == "7"
@@ -166,7 +167,7 @@ def test_a_label_that_outlives_its_weights_names_nothing_until_it_changes() -> N
     assert (versions.named("9"), versions.named("7")) == ("9", "7")
 
 
-def test_a_whole_sample_is_unknown_where_its_label_was_reused() -> None:
+def test_reused_label_makes_sample_unknown() -> None:
     reads = answer()
     last = only(reads.take(chunk([5, 9], 2, finish_reason=STOP)))
     unnamed = reads.unnamed(last)
@@ -176,7 +177,7 @@ def test_a_whole_sample_is_unknown_where_its_label_was_reused() -> None:
 # ── requests ──────────────────────────────────────────────────────────────────
 
 
-def test_a_request_names_what_it_asks_for_and_nothing_else() -> None:
+def test_request_contains_only_requested_fields() -> None:
     body = orjson.loads(generate_body(order(), deterministic=False))
     assert body == {
         "input_ids": [1, 2, 3],
@@ -193,7 +194,7 @@ def test_a_request_names_what_it_asks_for_and_nothing_else() -> None:
     assert more["require_reasoning"] is True
 
 
-def test_events_are_read_however_they_are_cut() -> None:
+def test_events_are_read_across_cuts() -> None:
     stream = b'data: {"a": 1}\n\ndata: {"b": 2}\n\ndata: [DONE]\n\n'
     for size in (1, 5, 1000):
         reader = EventReader()
@@ -201,7 +202,7 @@ def test_events_are_read_however_they_are_cut() -> None:
         assert [event for part in parts for event in reader.feed(part)] == [{"a": 1}, {"b": 2}]
 
 
-def test_experts_are_those_of_the_positions_asked_for() -> None:
+def test_experts_only_at_requested_positions() -> None:
     import base64
 
     wanted = read_requirements(

@@ -80,7 +80,7 @@ def external(tmp_path: Path, *urls: str, experts: ExpertShape | None = None) -> 
     )
 
 
-async def test_a_node_starts_before_its_servers(tmp_path: Path) -> None:
+async def test_node_starts_before_its_servers(tmp_path: Path) -> None:
     """It says what it waits for, and a call waits too."""
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     with trio.fail_after(60):
@@ -131,9 +131,7 @@ async def test_a_node_starts_before_its_servers(tmp_path: Path) -> None:
     ],
     ids=["no SGLang", "a key", "embeddings", "no logprobs", "another vocabulary", "no length"],
 )
-async def test_a_server_that_can_not_be_recorded_is_named_and_why(
-    answers: Mapping[str, Any], sentence: str
-) -> None:
+async def test_unrecordable_server_is_named_with_reason(answers: Mapping[str, Any], sentence: str) -> None:
     with answering(answers) as url:
         async with connect(Wanted(url=url, vocab_size=50, words=WORDS), None) as server:
             with pytest.raises(UnfitServer) as caught:
@@ -142,7 +140,7 @@ async def test_a_server_that_can_not_be_recorded_is_named_and_why(
         assert url in str(caught.value)
 
 
-async def test_a_server_that_does_not_fit_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_unfit_server_is_refused_at_start(tmp_path: Path) -> None:
     answers = {"/model_info": MODEL, "/server_info": FACTS, "/generate": SAMPLED}
     wanted = ExpertShape(layers=2, top_k=1, number=4)
     with answering(answers) as url, trio.fail_after(60):
@@ -156,7 +154,7 @@ async def test_a_server_that_does_not_fit_is_refused_at_the_start(tmp_path: Path
 
 
 @pytest.mark.parametrize(("status", "again"), [(400, False), (503, True)])
-async def test_a_request_that_is_refused_has_one_end(status: int, again: bool) -> None:
+async def test_refused_request_ends_once(status: int, again: bool) -> None:
     sent: list[ToNode] = []
     asked = Generate(rid="a" * 32, prompt=b"", sampling={})
     with answering({"/generate": status, "/abort_request": {}}) as url:
@@ -167,7 +165,7 @@ async def test_a_request_that_is_refused_has_one_end(status: int, again: bool) -
     assert (f"HTTP {status}" in end.message, end.retryable) == (True, again)
 
 
-async def test_the_doctor_says_what_a_node_would(tmp_path: Path) -> None:
+async def test_doctor_reports_like_a_node(tmp_path: Path) -> None:
     away = f"http://127.0.0.1:{free_port()}"
     plain = {**SAMPLED["meta_info"], "input_token_logprobs": [[None, 0, None]]}
     answers = {"/model_info": MODEL, "/server_info": FACTS, "/generate": {"meta_info": plain}}
@@ -181,7 +179,7 @@ async def test_the_doctor_says_what_a_node_would(tmp_path: Path) -> None:
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
-def test_servers_are_named_by_their_addresses() -> None:
+def test_servers_are_named_by_address() -> None:
     urls = ("http://10.0.0.5:30000", "https://gpu:443/sglang")
     text = "http://10.0.0.5:30000/, https://gpu:443/sglang"
     assert read_config(toml=f'engine = "{text}"').engine_urls == urls
@@ -201,12 +199,13 @@ def test_servers_are_named_by_their_addresses() -> None:
         ('engine = "http://a:1"\nmemory_saver = "discard"', "memory_saver"),
     ],
 )
-def test_addresses_that_can_not_work_are_refused(settings: str, sentence: str) -> None:
+def test_impossible_addresses_are_refused(settings: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_config(toml=settings)
 
 
-async def test_the_model_is_the_servers_where_it_is_on_this_machine(tmp_path: Path) -> None:
+async def test_local_model_comes_from_server(tmp_path: Path) -> None:
+    """The model is the one that the server names, where it is on this machine."""
     (tmp_path / "config.json").write_text("{}")
     with answering({"/model_info": {**MODEL, "tokenizer_path": str(tmp_path)}}) as url:
         assert (await with_served_model(NodeConfig(engine=url))).model == str(tmp_path)
@@ -217,7 +216,8 @@ async def test_the_model_is_the_servers_where_it_is_on_this_machine(tmp_path: Pa
         await with_served_model(NodeConfig(engine=f"http://127.0.0.1:{free_port()}"))
 
 
-def test_a_vocabulary_is_compared_by_words_of_all_ranks(tmp_path: Path) -> None:
+def test_vocabulary_sample_covers_all_ranks(tmp_path: Path) -> None:
+    """Vocabularies are compared by words of all ranks."""
     config = NodeConfig(engine="http://a:1")
     model = load_node_model(config)
     words = vocabulary_sample(model.tokenizer)
@@ -229,7 +229,7 @@ def test_a_vocabulary_is_compared_by_words_of_all_ranks(tmp_path: Path) -> None:
     assert (found.words, found.vocab_size) == (words, model.tokenizer.vocab_size)
 
 
-async def test_a_session_that_is_forgotten_is_no_concern_of_others_servers() -> None:
+async def test_external_servers_ignore_forgotten_sessions() -> None:
     """Nothing is sent, and nothing is refused: which prefixes such a server keeps is its own affair."""
     serving: Any = Serving(cast(Any, None), cast(Any, None))
     async with trio.open_nursery() as nursery:
@@ -240,14 +240,14 @@ async def test_a_session_that_is_forgotten_is_no_concern_of_others_servers() -> 
 # ── decisions ─────────────────────────────────────────────────────────────────
 
 
-def test_a_host_of_an_external_engine_is_never_given_up() -> None:
+def test_external_host_is_never_abandoned() -> None:
     deaths = HostDeaths(gives_up=False)
     pauses = [deaths.note(float(at)) for at in range(3 * MAX_DEATHS)]
     assert pauses[:3] == [0.0, 1.0, 2.0]
     assert pauses[-1] == 10.0
 
 
-def test_versions_follow_servers_that_are_updated_one_by_one() -> None:
+def test_versions_follow_servers_one_by_one() -> None:
     history: list[str] = []
     for serving in (["6", "6"], ["7", "6"], ["7", "7"], ["8", "7"], ["8", "8"]):
         history = followed(history, serving)

@@ -56,7 +56,7 @@ async def connected(server: SglangProcess, old: Reference, tmp_path: Path) -> As
             yield engines
 
 
-async def test_an_external_server_serves_and_is_updated(
+async def test_external_server_serves_and_updates(
     server: SglangProcess, old: Reference, new: Reference, tmp_path: Path
 ) -> None:
     async with connected(server, old, tmp_path) as engines:

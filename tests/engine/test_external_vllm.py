@@ -130,7 +130,7 @@ async def opened(vllm: Vllm, **wanted: Any) -> AsyncIterator[Server]:
                 yield server
 
 
-async def test_a_vllm_server_is_recognised_and_samples_with_its_weights() -> None:
+async def test_vllm_server_samples_with_weights() -> None:
     vllm = Vllm()
     async with opened(vllm) as server:
         assert await server.model() == "/models/tiny"
@@ -157,7 +157,7 @@ async def test_a_vllm_server_is_recognised_and_samples_with_its_weights() -> Non
         (Vllm(token_in=False), "--enable-scale-out"),
     ],
 )
-async def test_a_server_that_cannot_be_recorded_is_refused_with_the_flag(vllm: Vllm, sentence: str) -> None:
+async def test_unrecordable_server_is_refused_with_flag(vllm: Vllm, sentence: str) -> None:
     async with opened(vllm) as server:
         with pytest.raises(UnfitServer, match=sentence):
             await server.probe()
@@ -171,7 +171,8 @@ async def test_another_vocabulary_is_refused() -> None:
                 await server.probe()
 
 
-async def test_without_its_development_routes_the_answers_alone_name_the_weights() -> None:
+async def test_answers_name_weights_without_development() -> None:
+    """Without its development routes only the answers name the weights."""
     async with opened(Vllm(developing=False)) as server:
         assert (await server.look()).weight_version == ""
         sent: list[Any] = []
@@ -182,7 +183,7 @@ async def test_without_its_development_routes_the_answers_alone_name_the_weights
             await server.pause("in_place")
 
 
-async def test_generation_is_held_so_that_calls_wait() -> None:
+async def test_pause_makes_calls_wait() -> None:
     vllm = Vllm()
     async with opened(vllm) as server:
         await server.pause("abort")
@@ -195,7 +196,7 @@ async def test_generation_is_held_so_that_calls_wait() -> None:
     assert vllm.asked[-1] == ("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-r"]})
 
 
-async def test_an_error_in_the_stream_fails_the_call() -> None:
+async def test_stream_error_fails_the_call() -> None:
     async with opened(Vllm(error="out of memory")) as server:
         sent: list[Any] = []
         await server.generate(order(), sent.append)
@@ -208,7 +209,7 @@ async def test_an_error_in_the_stream_fails_the_call() -> None:
             assert sent[0].retryable is False
 
 
-def test_a_request_names_what_vllm_names() -> None:
+def test_request_uses_vllm_field_names() -> None:
     schema = {"json_schema": '{"type": "object"}', "sampling_seed": 5}
     body = generate_body(order(sampling=schema, top_logprobs=3))
     assert (body["token_ids"], body["request_id"], body["stream"]) == ([1, 2], "r", True)
@@ -225,7 +226,7 @@ def test_a_request_names_what_vllm_names() -> None:
     }
 
 
-def test_a_logprob_that_is_not_there_is_none() -> None:
+def test_missing_logprob_becomes_none() -> None:
     """vLLM writes -9999 for it, for NaN and for minus infinity: the call then fails."""
     entry = {"token_id": 7, "logprob": -9999.0, "rank": None, "top_logprobs": []}
     choice = {"token_ids": [7], "logprobs": {"content": [entry]}, "finish_reason": None}
@@ -238,7 +239,7 @@ def test_a_logprob_that_is_not_there_is_none() -> None:
 # ── scoring ───────────────────────────────────────────────────────────────────
 
 
-async def test_a_row_is_scored_by_its_prompts_logprobs() -> None:
+async def test_row_is_scored_by_prompt_logprobs() -> None:
     vllm = Vllm(label="7")
     async with opened(vllm) as server:
         order = ScoreTokens(rid="r", row=ids([1, 2, 3, 4]).tobytes(), start=2)

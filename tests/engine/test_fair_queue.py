@@ -132,7 +132,7 @@ def test_a_session_without_a_call_in_the_engine_waits_for_one_of_each_other(
     assert len(before) <= 4
 
 
-def test_a_flood_adds_nothing_to_a_sibling_whose_share_is_spared() -> None:
+def test_flood_delays_no_sibling_session() -> None:
     """The attack: 800 samples of one session, of a second each, before 32 places."""
     flood = [One("flood", 0.0) for _ in range(800)]
     sibling = [One("sibling", 0.5 + 1.7 * turn) for turn in range(10)]
@@ -146,7 +146,8 @@ def test_a_flood_adds_nothing_to_a_sibling_whose_share_is_spared() -> None:
     assert whole <= 800 / 28 + 2, "the flood is not slower than without the spared places by more than them"
 
 
-def test_long_calls_of_a_flood_do_not_hold_up_short_ones() -> None:
+def test_long_flood_calls_delay_no_others() -> None:
+    """Long calls of a flood do not hold up short ones."""
     flood = [One("flood", 0.1 * number, takes=60.0) for number in range(300)]
     sibling = [One("sibling", float(at), takes=0.5) for at in range(120)]
     played = Played(64)
@@ -154,14 +155,15 @@ def test_long_calls_of_a_flood_do_not_hold_up_short_ones() -> None:
     assert max(played.wait(call) for call in sibling) == 0
 
 
-def test_ten_agents_of_one_session_beside_others_wait_for_nothing_on_an_idle_engine() -> None:
+def test_ten_agents_wait_for_nothing() -> None:
+    """Ten agents of one session beside others wait for nothing on an idle engine."""
     calls = [One("ten", 0.0) for _ in range(10)] + [One(f"s{number}", 0.0) for number in range(4)]
     played = Played(16)
     played.run(calls)
     assert max(map(played.wait, calls)) == 0
 
 
-def test_two_sessions_that_always_want_more_get_the_same() -> None:
+def test_two_greedy_sessions_share_equally() -> None:
     many, few = [One("many", 0.0) for _ in range(400)], [One("few", 3.5) for _ in range(60)]
     played = Played(16)
     played.run([*many, *few])
@@ -169,7 +171,7 @@ def test_two_sessions_that_always_want_more_get_the_same() -> None:
     assert max(played.ended[call] for call in few) <= 3.5 + 1 + 60 / 7
 
 
-def test_of_equals_the_one_that_was_served_less_is_next() -> None:
+def test_least_served_session_is_next() -> None:
     queue: FairQueue[str] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=1)
     for session, served in (("heavy", 9000), ("light", 100)):
@@ -184,7 +186,7 @@ def test_of_equals_the_one_that_was_served_less_is_next() -> None:
     assert queue.take(0.0) == "of light"
 
 
-def test_a_session_that_paused_saved_nothing_up() -> None:
+def test_paused_session_saves_nothing_up() -> None:
     """It returns with what the others were served meanwhile, not with a claim to all of that."""
     queue: FairQueue[str] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=1)
@@ -204,7 +206,7 @@ def test_a_session_that_paused_saved_nothing_up() -> None:
     assert "busy" in order[:3]
 
 
-def test_a_call_that_no_longer_waits_is_not_taken() -> None:
+def test_cancelled_call_is_not_taken() -> None:
     queue: FairQueue[str] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=1)
     for call in ("one", "two", "three"):
@@ -217,7 +219,8 @@ def test_a_call_that_no_longer_waits_is_not_taken() -> None:
     assert (queue.take(0.0), queue.take(0.0)) == ("three", None)
 
 
-def test_a_host_that_died_gives_back_what_waits_in_the_order_of_arrival() -> None:
+def test_dead_host_returns_waiting_calls() -> None:
+    """A host that died gives back what waits, in the order of arrival."""
     queue: FairQueue[str] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=1)
     for number, session in enumerate("abab"):
@@ -230,7 +233,8 @@ def test_a_host_that_died_gives_back_what_waits_in_the_order_of_arrival() -> Non
     assert queue.take(0.0) == "again"
 
 
-def test_what_a_session_has_before_it_is_its_own_and_one_of_each_other() -> None:
+def test_calls_ahead_count_per_session() -> None:
+    """Before a call are those of its own session and one of each other."""
     queue: FairQueue[str] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=4)
     for number in range(20):
@@ -240,7 +244,7 @@ def test_what_a_session_has_before_it_is_its_own_and_one_of_each_other() -> None
     assert (queue.before("flood"), queue.before("sibling")) == (4 + 16, 4 + 1)
 
 
-def test_the_spared_places_come_back_when_the_others_have_left() -> None:
+def test_spared_places_return_after_others_leave() -> None:
     queue: FairQueue[int] = FairQueue(ROOMY)
     queue.report(running=0, waiting=0, most=16)
     queue.add("other", 0, tokens=1)
@@ -257,7 +261,8 @@ def test_the_spared_places_come_back_when_the_others_have_left() -> None:
 # ── an engine that has no room for more ───────────────────────────────────────
 
 
-def test_before_an_engine_reports_its_number_there_is_one() -> None:
+def test_default_limit_before_first_report() -> None:
+    """Before an engine reports its number of requests a default limit holds."""
     queue: FairQueue[int] = FairQueue(ROOMY)
     for number in range(2 * DEFAULT_RUNNING):
         queue.add("a", number, tokens=1)
@@ -266,7 +271,7 @@ def test_before_an_engine_reports_its_number_there_is_one() -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 30_000])
-def test_a_full_cache_keeps_the_queue_here_and_not_in_the_engine(size: int) -> None:
+def test_full_cache_queues_calls_here(size: int) -> None:
     """An engine of 100,000 tokens that would run 2,000 requests: what it can not hold waits here, and a
     sibling's call has few before it.
     """
@@ -291,7 +296,8 @@ def test_a_full_cache_keeps_the_queue_here_and_not_in_the_engine(size: int) -> N
     assert sent >= fits, "it begins before the engine has room to spare"
 
 
-def test_a_queue_of_the_engine_that_is_too_long_closes_the_door_and_a_short_one_opens_it() -> None:
+def test_long_engine_queue_stops_sending() -> None:
+    """A queue of the engine that is too long stops sending, and a short one resumes it."""
     queue: FairQueue[int] = FairQueue(10)
     for number in range(2000):
         queue.add("a", number, tokens=10)

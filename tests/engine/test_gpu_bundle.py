@@ -37,7 +37,7 @@ def unpack(out: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["sh", str(out / "install.sh"), "unpack"], capture_output=True, text=True)
 
 
-def test_parts_are_small_and_join_to_what_was_packed(bundle: Any, wheels: Path, tmp_path: Path) -> None:
+def test_small_parts_join_to_archive(bundle: Any, wheels: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     parts = bundle.pack(wheels, out, 10_000)
     assert len(parts) > 7
@@ -48,7 +48,7 @@ def test_parts_are_small_and_join_to_what_was_packed(bundle: Any, wheels: Path, 
         assert (out / "wheels" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_part_that_was_cut_is_seen(bundle: Any, wheels: Path, tmp_path: Path) -> None:
+def test_truncated_part_is_detected(bundle: Any, wheels: Path, tmp_path: Path) -> None:
     parts = bundle.pack(wheels, tmp_path / "out", 10_000)
     parts[2].write_bytes(parts[2].read_bytes()[:-1])
     done = unpack(tmp_path / "out")
@@ -57,7 +57,7 @@ def test_a_part_that_was_cut_is_seen(bundle: Any, wheels: Path, tmp_path: Path) 
     assert not (tmp_path / "out" / "wheels").exists()
 
 
-def test_a_folder_with_parts_is_refused(bundle: Any, wheels: Path, tmp_path: Path) -> None:
+def test_folder_with_parts_is_refused(bundle: Any, wheels: Path, tmp_path: Path) -> None:
     bundle.pack(wheels, tmp_path / "out", 10_000)
     with pytest.raises(OSError, match="name an empty folder"):
         bundle.pack(wheels, tmp_path / "out", 10_000)

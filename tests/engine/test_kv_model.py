@@ -41,7 +41,7 @@ def cached(found: KvModel, name: str, keys: Sequence[tuple[str, int]], *, sample
     return events[0].cached
 
 
-def test_a_prefix_is_found_again_and_the_last_token_is_always_read() -> None:
+def test_prefix_hit_rereads_last_token() -> None:
     found = model(10_000)
     assert cached(found, "a", pages(("system", 320), ("a", 160))) == 0
     assert cached(found, "b", pages(("system", 320), ("b", 160))) == 320
@@ -49,7 +49,8 @@ def test_a_prefix_is_found_again_and_the_last_token_is_always_read() -> None:
     assert found.used == 320 + 2 * 160 + 2 * PAGE
 
 
-def test_what_was_used_longest_ago_is_evicted_and_what_was_forgotten_before_it() -> None:
+def test_least_recently_used_is_evicted() -> None:
+    """What was used longest ago is evicted, and what was forgotten before it."""
     found = model(1_000)
     for name in "abc":
         assert cached(found, name, pages((name, 304))) == 0
@@ -62,7 +63,7 @@ def test_what_was_used_longest_ago_is_evicted_and_what_was_forgotten_before_it()
     assert cached(found, "a", pages(("a", 304))) == 0
 
 
-def test_what_others_share_does_not_grow_old_with_a_forgotten_session() -> None:
+def test_shared_prefix_outlives_forgotten_session() -> None:
     found = model(1_000)
     for name in "ab":
         assert cached(found, name, pages(("system", 304), (name, 160))) == (304 if name == "b" else 0)
@@ -72,7 +73,7 @@ def test_what_others_share_does_not_grow_old_with_a_forgotten_session() -> None:
     assert cached(found, "a", pages(("system", 304), ("a", 160))) == 448
 
 
-def test_what_a_pass_found_is_held_before_anything_is_evicted() -> None:
+def test_found_prefixes_are_held_from_eviction() -> None:
     """Three sessions that come back at once: the first one's room must not come of what the others found."""
     found = model(1_150)
     for name in "abc":
@@ -85,7 +86,7 @@ def test_what_a_pass_found_is_held_before_anything_is_evicted() -> None:
     assert began == {"a": 240, "b": 240, "c": 240}
 
 
-def test_the_rest_of_a_prefix_that_is_split_is_as_young_as_its_beginning() -> None:
+def test_split_prefix_rest_becomes_young() -> None:
     """SGLang's own oddity: who asks for half of an old prefix makes all of it young."""
     found = model(1_000)
     for name in "abc":
@@ -95,7 +96,7 @@ def test_the_rest_of_a_prefix_that_is_split_is_as_young_as_its_beginning() -> No
     assert cached(found, "a", pages(("a", 304))) == 288
 
 
-def test_a_flush_leaves_what_is_read() -> None:
+def test_flush_keeps_what_is_read() -> None:
     found = model(10_000)
     cached(found, "a", pages(("a", 304)))
     found.submit("b", pages(("b", 304)), prompt=304, sample=400, max_new=400, now=0.0)
@@ -108,7 +109,7 @@ def test_a_flush_leaves_what_is_read() -> None:
     assert found.sampled("a") == 0
 
 
-def test_the_next_chunk_is_found_by_those_who_wait_for_it() -> None:
+def test_waiting_request_finds_read_chunks() -> None:
     """A long prompt is read in chunks, and whoever enters meanwhile finds those that were read."""
     found = KvModel(KvConstants(capacity=10_000, page=PAGE, chunk=512))
     for name in "ab":
@@ -119,7 +120,7 @@ def test_the_next_chunk_is_found_by_those_who_wait_for_it() -> None:
     assert found.read_tokens == 1760 + 224
 
 
-def test_one_that_was_refused_waits_until_somebody_leaves() -> None:
+def test_refused_request_waits_for_departure() -> None:
     """However far the share that is kept free for those who run has fallen meanwhile."""
     found = model(2_000)
     for name, prompt in (("a", 800), ("b", 800)):
@@ -128,7 +129,8 @@ def test_one_that_was_refused_waits_until_somebody_leaves() -> None:
     assert order == [("a", "began"), ("a", "ended"), ("b", "began"), ("b", "ended")]
 
 
-def test_members_of_a_group_find_the_prompt_that_another_one_reads() -> None:
+def test_group_shares_prompt_once_read() -> None:
+    """Members of a group find the prompt that another one has read."""
     found = model(100_000)
     for name in "ab":
         keys = pages(("task", 3200), (name, 160))
@@ -138,12 +140,12 @@ def test_members_of_a_group_find_the_prompt_that_another_one_reads() -> None:
     assert cached(found, "c", pages(("task", 3200), ("c", 160))) == 3200
 
 
-def test_more_than_the_cache_holds_is_refused() -> None:
+def test_request_beyond_capacity_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit 1000"):
         model(1_000).submit("a", [], prompt=990, sample=11, max_new=11, now=0.0)
 
 
-def test_sessions_in_turn_lose_their_prefixes_once_they_do_not_fit() -> None:
+def test_alternating_sessions_lose_their_prefixes() -> None:
     """The cliff of SGLang on a CPU: sessions of 1,000 tokens that grow by 220 a turn, in a cache of 6,000."""
     share = {}
     for sessions in (2, 5):

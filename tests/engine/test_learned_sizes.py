@@ -10,7 +10,7 @@ from polarnode.engine.residency import LearnedSizes
 LEARNED = LearnedSizes(margin=0.75, ends={"pi": (10_000, 12_000), "codex": (40_000,)})
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_sizes_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "engine-0.sizes.json"
     assert read_learned(path) is None
     write_learned(path, LEARNED)
@@ -28,7 +28,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     ],
     ids=["misfit", "torn", "huge"],
 )
-def test_a_damaged_file_is_named_and_left_out(
+def test_damaged_file_is_named_and_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, written: bytes, reason: str
 ) -> None:
     path = tmp_path / "engine-0.sizes.json"
@@ -40,6 +40,6 @@ def test_a_damaged_file_is_named_and_left_out(
     assert read_learned(path) == LEARNED
 
 
-def test_a_disk_that_refuses_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_write_failure_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_learned(tmp_path / "missing" / "engine-0.sizes.json", LEARNED)
     assert "cannot be kept" in caplog.text

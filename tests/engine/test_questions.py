@@ -8,7 +8,7 @@ from polarnode.engine.protocol import Continue, Done, Pause, ToHost
 from polarnode.engine.questions import PendingReplies
 
 
-async def test_each_question_gets_its_own_answer() -> None:
+async def test_each_question_gets_own_answer() -> None:
     questions, posted, found = PendingReplies(), list[ToHost](), dict[str, Done | None]()
 
     async def ask(name: str) -> None:
@@ -25,7 +25,7 @@ async def test_each_question_gets_its_own_answer() -> None:
     assert [each and each.ok for each in (found["a"], found["b"])] == [True, False]
 
 
-async def test_a_dead_host_answers_none_of_them() -> None:
+async def test_dead_host_answers_no_question() -> None:
     questions = PendingReplies()
 
     async def ask() -> None:
@@ -38,7 +38,7 @@ async def test_a_dead_host_answers_none_of_them() -> None:
         questions.end()
 
 
-async def test_whoever_leaves_is_not_answered(autojump_clock: trio.abc.Clock) -> None:
+async def test_cancelled_question_gets_no_answer(autojump_clock: trio.abc.Clock) -> None:
     questions, posted = PendingReplies(), list[ToHost]()
     with pytest.raises(trio.TooSlowError), trio.fail_after(1):
         await questions.ask(lambda call: Continue(call=call), posted.append)

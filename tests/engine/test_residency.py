@@ -50,7 +50,7 @@ def filled(*tokens: int, capacity: int = 100_000, s: float = 1.0) -> ResidencyPo
     return found
 
 
-def test_sessions_begin_while_what_they_will_become_fits() -> None:
+def test_sessions_begin_while_expected_sizes_fit() -> None:
     found, guessed = ResidencyPolicy(capacity=100_000), int(START * GUESS_DIVISOR)
     for number in range(guessed):
         assert found.may_begin("pi", 0.0)
@@ -61,7 +61,7 @@ def test_sessions_begin_while_what_they_will_become_fits() -> None:
     assert ResidencyPolicy(capacity=1).may_begin("pi", 0.0), "one session always runs"
 
 
-def test_one_that_can_not_wait_comes_as_a_displaced_one() -> None:
+def test_unqueued_session_begins_as_displaced() -> None:
     found = filled(96_000)
     found.begin("capture", "capture", 1.0, resident=False)
     assert found.statistics(1.0).displaced == 1
@@ -93,7 +93,8 @@ def begun(found: ResidencyPolicy, kind: str) -> int:
     return len(names)
 
 
-def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
+def test_expected_growth_follows_same_kind() -> None:
+    """Sessions of a kind are expected to grow as those before."""
     small, large, mixed = (ResidencyPolicy(capacity=200_000) for _ in range(3))
     ended(small, "pi", *[5_000] * 64)
     ended(large, "pi", *[50_000] * 64)
@@ -104,7 +105,7 @@ def test_a_kind_s_sessions_are_expected_to_grow_as_those_before() -> None:
     assert found[2] < found[1] < 2 * found[2] + 1, "half of them grow to 50,000, and are let in as such"
 
 
-def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
+def test_restarted_host_has_learned_sizes() -> None:
     before, guessing = ResidencyPolicy(capacity=200_000), ResidencyPolicy(capacity=200_000)
     ended(before, "pi", *[50_000] * 64)
     before.feedback.margin = 0.85
@@ -115,7 +116,7 @@ def test_a_restarted_host_begins_with_the_sizes_that_were_learned() -> None:
     assert begun(guessing, "pi") > 3, "a guess is smaller"
 
 
-def test_what_is_recalled_is_bounded() -> None:
+def test_recalled_sizes_are_bounded() -> None:
     many = {f"kind{number}": (5_000,) * 100 for number in range(KINDS + 3)}
     found = ResidencyPolicy(capacity=100_000)
     found.recall(LearnedSizes(margin=9.0, ends={**many, "huge": (10**9, -5, 40_000)}))
@@ -126,7 +127,7 @@ def test_what_is_recalled_is_bounded() -> None:
     assert learned.margin == MAX_LENT_MARGIN
 
 
-def test_kinds_that_ended_last_are_kept() -> None:
+def test_recently_ended_kinds_are_kept() -> None:
     found = ResidencyPolicy(capacity=100_000)
     for number in range(KINDS + 1):
         ended(found, f"kind{number}", 5_000)
@@ -136,7 +137,7 @@ def test_kinds_that_ended_last_are_kept() -> None:
     assert "kind1" not in kept
 
 
-def test_what_still_runs_counts_as_no_smaller_than_it_is() -> None:
+def test_running_session_bounds_expected_size() -> None:
     """The first to end are the short ones."""
     found = ResidencyPolicy(capacity=1_000_000)
     for number in range(8):
@@ -147,7 +148,8 @@ def test_what_still_runs_counts_as_no_smaller_than_it_is() -> None:
     assert begun(found, "pi") < 60
 
 
-def test_what_is_too_much_is_displaced_smallest_first_and_comes_back_oldest_first() -> None:
+def test_smallest_displaced_and_oldest_returns_first() -> None:
+    """Sessions are displaced smallest first, and come back oldest first."""
     found = filled(40_000, 30_000, 10_000, 25_000)
     assert found.look(1.0) == []
     assert found.statistics(1.0).displaced == 1, "105,000 of 98,000: the smallest is enough"
@@ -159,7 +161,8 @@ def test_what_is_too_much_is_displaced_smallest_first_and_comes_back_oldest_firs
     assert found.statistics(5.0).held == 0
 
 
-def test_the_smallest_that_is_enough_is_displaced_or_else_the_largest_first() -> None:
+def test_smallest_sufficient_session_is_displaced() -> None:
+    """The smallest that is enough is displaced, or else the largest first."""
     found = filled(40_000, 5_000, 8_000, 55_000)
     found.look(1.0)
     assert displaced(found) == ["s0"], "108,000 of 98,000: one is enough, in place of two that wait"
@@ -174,7 +177,7 @@ def displaced(found: ResidencyPolicy) -> list[str]:
     return sorted(session for session, _ in found.forgotten())
 
 
-def test_a_busy_session_is_displaced_when_its_call_ends() -> None:
+def test_busy_session_is_displaced_after_call() -> None:
     found = filled(60_000)
     found.begin("s1", "pi", 0.0)
     turn(found, "s1", 50_000, 0.0)
@@ -186,7 +189,7 @@ def test_a_busy_session_is_displaced_when_its_call_ends() -> None:
     assert found.statistics(2.0).displaced == 1
 
 
-def test_a_held_call_goes_after_its_bound_whatever_fits() -> None:
+def test_held_call_goes_at_time_limit() -> None:
     found = filled(90_000, 20_000)
     found.look(0.0)
     assert not found.ask("s1", "s1", MAIN, 10.0)
@@ -195,7 +198,7 @@ def test_a_held_call_goes_after_its_bound_whatever_fits() -> None:
     assert [call.session for call in found.look(10.0 + HOLD_S)] == ["s1"]
 
 
-def test_a_sub_agent_of_a_session_with_a_place_is_never_held() -> None:
+def test_sub_agent_of_placed_session_passes() -> None:
     found = filled(50_000, 60_000)
     assert found.ask("s1", "s1", MAIN, 1.0)
     found.look(1.0)
@@ -204,7 +207,7 @@ def test_a_sub_agent_of_a_session_with_a_place_is_never_held() -> None:
     assert not found.ask("s0", "s0", MAIN, 1.0)
 
 
-def test_a_session_that_has_not_begun_here_comes_as_a_displaced_one() -> None:
+def test_unknown_session_comes_as_displaced() -> None:
     found = filled(94_000)
     assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
     assert found.look(0.0) == [], "the one that is here is not larger than the budget"
@@ -213,7 +216,7 @@ def test_a_session_that_has_not_begun_here_comes_as_a_displaced_one() -> None:
     assert found.ask("third", "third", MAIN, 1.0, tokens=5_000)
 
 
-def test_a_lost_cache_gives_back_what_was_held() -> None:
+def test_lost_cache_releases_held_calls() -> None:
     found = filled(94_000)
     assert not found.ask("other", "other", MAIN, 0.0, tokens=5_000)
     assert [call.session for call in found.lost()] == ["other"]
@@ -221,7 +224,8 @@ def test_a_lost_cache_gives_back_what_was_held() -> None:
     assert (figures.held, figures.busy, figures.idle, figures.tokens) == (0, 0, 0, 0)
 
 
-def test_tokens_that_were_read_again_shrink_the_budget_unless_that_was_decided() -> None:
+def test_rereads_shrink_budget_unless_decided() -> None:
+    """Tokens that were read again shrink the budget, unless that was decided."""
     found = filled(30_000, s=600.0)
     found.look(LOOK_S)
     turn(found, "s0", 30_500, LOOK_S + 1, cached=0)
@@ -237,7 +241,7 @@ def test_tokens_that_were_read_again_shrink_the_budget_unless_that_was_decided()
     assert found.statistics(0.0).reread_planned == 30_000
 
 
-def test_the_margin_stays_until_sizes_are_known() -> None:
+def test_margin_stays_until_sizes_known() -> None:
     found = filled(30_000, capacity=40_000)
     for number in range(1, 10):
         found.may_begin("pi", number * LOOK_S)
@@ -246,7 +250,8 @@ def test_the_margin_stays_until_sizes_are_known() -> None:
     assert found.feedback.margin == START
 
 
-def test_more_may_begin_only_while_somebody_waits_and_few_are_late() -> None:
+def test_margin_grows_only_when_needed() -> None:
+    """More may begin only while somebody waits and few calls are late."""
     found = filled(39_000, capacity=40_000, s=600.0)
     found.feedback.ended, found.feedback.margin = ENOUGH, MIN_MARGIN
     for number in range(1, 4):
@@ -259,7 +264,7 @@ def test_more_may_begin_only_while_somebody_waits_and_few_are_late() -> None:
     assert found.feedback.margin > MIN_MARGIN
 
 
-def test_fewer_may_begin_where_calls_are_held_often() -> None:
+def test_margin_shrinks_with_held_calls() -> None:
     found = filled(60_000, 50_000)
     found.feedback.ended = ENOUGH
     for number in range(1, 60):
@@ -273,7 +278,8 @@ def test_fewer_may_begin_where_calls_are_held_often() -> None:
     assert found.feedback.scale == 1.0, "nothing was read again that was not decided"
 
 
-def test_a_margin_falls_by_a_tenth_while_no_margin_would_let_a_session_begin() -> None:
+def test_margin_falls_while_nothing_fits() -> None:
+    """The margin falls by a tenth while no margin would let a session begin."""
     found = filled(60_000, 50_000, s=600.0)
     found.feedback.ended = ENOUGH
     for number in range(1, 20):
@@ -288,7 +294,7 @@ def test_a_margin_falls_by_a_tenth_while_no_margin_would_let_a_session_begin() -
     assert found.feedback.margin == pytest.approx(MARGIN_FALL * START)
 
 
-def test_places_are_lent_once_tools_take_long() -> None:
+def test_idle_places_are_lent() -> None:
     found = filled(20_000, 20_000, 20_000, 20_000)  # read in a second each: all of the cache in five
     assert not found.may_begin("pi", 20.0), "idle once is no habit"
     for number in range(1, 20):
@@ -302,7 +308,7 @@ def test_places_are_lent_once_tools_take_long() -> None:
     assert found.statistics(0.0).reread_planned == 20_000
 
 
-def test_one_that_came_back_takes_a_place_that_is_lent() -> None:
+def test_returning_session_takes_lent_place() -> None:
     found = filled(40_000, 40_000, 40_000)
     for number in range(1, 20):
         found.look(number * LOOK_S)
@@ -312,13 +318,13 @@ def test_one_that_came_back_takes_a_place_that_is_lent() -> None:
     assert found.statistics(now).displaced == 1, "another one that is away made room"
 
 
-def test_a_session_that_left_without_a_word_is_forgotten() -> None:
+def test_silent_session_is_forgotten() -> None:
     found = filled(40_000)
     found.look(LEASE_S + LOOK_S)
     assert not found.has("s0")
 
 
-def test_a_sub_agent_counts_until_its_session_goes_on() -> None:
+def test_sub_agent_counts_until_session_continues() -> None:
     found = filled(30_000)
     for child in ("a", "b"):
         assert found.ask(child, "s0", child, 1.0)
@@ -344,7 +350,7 @@ def with_sub_agents() -> ResidencyPolicy:
     return found
 
 
-def test_sub_agents_count_for_what_they_are_on_average() -> None:
+def test_sub_agents_count_by_average() -> None:
     found, before = with_sub_agents(), filled(20_000, 20_000, capacity=200_000)
     assert found._expected("pi", "", 3.0) == before._expected("pi", "", 3.0), "these are over soon"
     found.look(LOOK_S)
@@ -358,7 +364,8 @@ def test_sub_agents_count_for_what_they_are_on_average() -> None:
     assert after._sizes_of("codex").passing == 0, "no engine of this size can have that"
 
 
-def test_the_engine_is_told_which_conversations_may_go_first() -> None:
+def test_finished_conversations_may_be_evicted() -> None:
+    """The engine is told which conversations may go first."""
     found = with_sub_agents()
     assert not found.forgotten()
     assert found.ask("c", "s0", "c", 3.0)
@@ -370,7 +377,7 @@ def test_the_engine_is_told_which_conversations_may_go_first() -> None:
     assert found.forgotten() == [("s0", MAIN), ("s0", "c")]
 
 
-def test_a_title_that_is_asked_for_first_is_no_session() -> None:
+def test_title_request_is_no_session() -> None:
     found = ResidencyPolicy(capacity=100_000)
     found.begin("s0", "pi", 0.0)
     for number, (chain, tokens) in enumerate([("title", 500), (MAIN, 10_000), (MAIN, 11_000), ("a", 8_000)]):
@@ -383,7 +390,7 @@ def test_a_title_that_is_asked_for_first_is_no_session() -> None:
     assert found.forgotten() == [("s0", "a")]
 
 
-def test_a_displaced_session_goes_on_while_the_allowance_has_its_tokens() -> None:
+def test_displaced_session_continues_within_allowance() -> None:
     found = filled(50_000, 40_000, 12_000)
     found.look(1.0)
     assert found.statistics(1.0).displaced == 1
@@ -395,7 +402,7 @@ def test_a_displaced_session_goes_on_while_the_allowance_has_its_tokens() -> Non
     assert found._allowance.tokens == pytest.approx(4_600.0 - 1_000 + 0.012 * 12_500), "what was read again"
 
 
-def test_the_allowance_is_bounded() -> None:
+def test_allowance_is_bounded() -> None:
     allowance = RereadAllowance()
     allowance.earn(1_000_000, lends=False, most=5_000.0)
     assert allowance.tokens == 5_000.0
@@ -419,7 +426,7 @@ def test_new_weights_correct_nothing() -> None:
     assert found.statistics(0.0).reread_planned == 9 * 30_000
 
 
-def test_the_speed_of_the_engine_is_that_of_its_long_reads() -> None:
+def test_engine_speed_comes_from_long_reads() -> None:
     feedback = BudgetFeedback()
     feedback.read(100, 100, 3.0)
     assert feedback.seconds_to_read(1_000) is None

@@ -67,14 +67,14 @@ async def room() -> Room:
     return found
 
 
-async def test_without_a_capacity_every_call_passes() -> None:
+async def test_every_call_passes_without_capacity() -> None:
     found = ResidencyGate(0, lambda session: None, NOWHERE)
     assert found.may_begin("pi", "g", 0.0)
     assert await found.enter(order("a", 10))
     assert found.statistics is None
 
 
-async def test_a_held_call_goes_when_another_session_ends(room: Room, autojump_clock: trio.abc.Clock) -> None:
+async def test_held_call_goes_when_session_ends(room: Room, autojump_clock: trio.abc.Clock) -> None:
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(room.found.enter, order("b", 50_100))
@@ -89,7 +89,7 @@ async def test_a_held_call_goes_when_another_session_ends(room: Room, autojump_c
     )
 
 
-async def test_a_held_call_goes_after_its_bound(room: Room, autojump_clock: trio.abc.Clock) -> None:
+async def test_held_call_goes_at_time_limit(room: Room, autojump_clock: trio.abc.Clock) -> None:
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(room.found.run)
@@ -99,9 +99,7 @@ async def test_a_held_call_goes_after_its_bound(room: Room, autojump_clock: trio
     assert sum(room.credits) == pytest.approx(HOLD_S, abs=1)
 
 
-async def test_a_client_that_leaves_while_held_leaves_nothing(
-    room: Room, autojump_clock: trio.abc.Clock
-) -> None:
+async def test_client_leaving_while_held_leaves_nothing(room: Room, autojump_clock: trio.abc.Clock) -> None:
     with trio.move_on_after(3) as scope:
         await room.found.enter(order("b", 50_100))
     assert scope.cancelled_caught
@@ -113,9 +111,7 @@ async def test_a_client_that_leaves_while_held_leaves_nothing(
     assert await room.found.enter(order("b", 50_100))
 
 
-async def test_two_held_calls_of_a_session_move_its_clock_once(
-    room: Room, autojump_clock: trio.abc.Clock
-) -> None:
+async def test_two_held_calls_credit_clock_once(room: Room, autojump_clock: trio.abc.Clock) -> None:
     async with trio.open_nursery() as nursery:
         for number in range(2):
             nursery.start_soon(lambda number=number: room.found.enter(order("b", 50_100, number=number)))
@@ -124,9 +120,7 @@ async def test_two_held_calls_of_a_session_move_its_clock_once(
     assert sum(room.credits) == pytest.approx(5)
 
 
-async def test_a_host_that_dies_sends_held_calls_elsewhere(
-    room: Room, autojump_clock: trio.abc.Clock
-) -> None:
+async def test_dead_host_sends_calls_elsewhere(room: Room, autojump_clock: trio.abc.Clock) -> None:
     async def ask() -> None:
         assert not await room.found.enter(order("b", 50_100)), "another host is to be asked"
 
@@ -137,9 +131,7 @@ async def test_a_host_that_dies_sends_held_calls_elsewhere(
     assert not room.found.has("a")
 
 
-async def test_a_place_is_given_back_by_a_call_that_is_never_sent(
-    room: Room, autojump_clock: trio.abc.Clock
-) -> None:
+async def test_unsent_call_returns_its_place(room: Room, autojump_clock: trio.abc.Clock) -> None:
     assert await room.found.enter(order("a", 60_100))
     figures = room.found.statistics
     assert figures is not None
@@ -150,7 +142,7 @@ async def test_a_place_is_given_back_by_a_call_that_is_never_sent(
     assert figures.busy == 0
 
 
-async def test_a_session_that_ends_lets_its_held_calls_go(room: Room, autojump_clock: trio.abc.Clock) -> None:
+async def test_ended_session_releases_held_calls(room: Room, autojump_clock: trio.abc.Clock) -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(room.found.enter, order("b", 50_100))
         await trio.testing.wait_all_tasks_blocked()
@@ -158,9 +150,10 @@ async def test_a_session_that_ends_lets_its_held_calls_go(room: Room, autojump_c
     assert room.forgotten == ["b/0", "b/0"]
 
 
-async def test_reading_again_without_a_decision_is_logged_with_a_remedy(
+async def test_undecided_reread_is_logged(
     autojump_clock: trio.abc.Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Reading again without a decision is logged with a remedy."""
     found = ResidencyGate(3, lambda session: None, NOWHERE)
     found.open(10**6, 50_000)
     async with trio.open_nursery() as nursery:

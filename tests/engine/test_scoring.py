@@ -48,7 +48,7 @@ def to_score(row: list[int], start: int = 1) -> ScoreOrder:
     return ScoreOrder(request_id=uuid4().hex, row=ids(row), start=start)
 
 
-async def test_a_simulated_row_is_scored_the_same_each_time(tmp_path: Path) -> None:
+async def test_simulated_score_is_repeatable(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         found = await engines.score(to_score(ROW, start=7))
         assert found == RowScores(logprobs=simulated_scores(ids(ROW), 7), version="0")
@@ -64,7 +64,7 @@ async def test_a_simulated_row_is_scored_the_same_each_time(tmp_path: Path) -> N
                 await engines.score(bad)
 
 
-async def test_a_row_whose_host_dies_is_read_by_the_next_one(tmp_path: Path) -> None:
+async def test_row_moves_from_dead_host(tmp_path: Path) -> None:
     async with opened(tmp_path, first_token_s=0.5) as engines:
         async with trio.open_nursery() as nursery:
 
@@ -84,7 +84,8 @@ async def test_a_row_whose_host_dies_is_read_by_the_next_one(tmp_path: Path) -> 
         assert await engines.score(to_score(ROW)) == found  # after it, as ever
 
 
-async def test_new_weights_wait_for_a_row_or_score_it_again(tmp_path: Path) -> None:
+async def test_new_weights_wait_or_rescore(tmp_path: Path) -> None:
+    """New weights wait for a row, or the row is scored again."""
     async with opened(tmp_path, first_token_s=0.3) as engines:
         found: list[RowScores] = []
 
@@ -102,7 +103,8 @@ async def test_new_weights_wait_for_a_row_or_score_it_again(tmp_path: Path) -> N
 # ── turns ─────────────────────────────────────────────────────────────────────
 
 
-async def test_beside_agents_one_row_is_read_at_a_time_with_rests(autojump_clock: Any) -> None:
+async def test_rows_rest_while_agents_sample(autojump_clock: Any) -> None:
+    """Beside agents one row is read at a time, with rests."""
     sampling = True
     turns, read = ScoreTurns(samples=lambda: sampling), []
 
@@ -128,7 +130,7 @@ async def test_beside_agents_one_row_is_read_at_a_time_with_rests(autojump_clock
     assert turns.waiting == 0
 
 
-async def test_a_row_that_leaves_the_queue_holds_nobody_up(autojump_clock: Any) -> None:
+async def test_cancelled_row_blocks_nobody(autojump_clock: Any) -> None:
     turns = ScoreTurns(samples=lambda: True)
     async with turns.turn():
         with trio.move_on_after(1):
@@ -139,7 +141,7 @@ async def test_a_row_that_leaves_the_queue_holds_nobody_up(autojump_clock: Any) 
         assert trio.current_time() - began == pytest.approx(REST, abs=0.1)
 
 
-async def test_agents_are_sampled_for_while_rows_wait(tmp_path: Path) -> None:
+async def test_agents_sample_while_rows_wait(tmp_path: Path) -> None:
     async with (
         opened(tmp_path, first_token_s=0.2, tokens_per_s=0, answer_tokens=4) as engines,
         trio.open_nursery() as nursery,
@@ -156,14 +158,15 @@ async def test_agents_are_sampled_for_while_rows_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[-1.0], [-1.0, -2.0, -3.0], [-1.0, float("nan")]])
-async def test_an_answer_that_does_not_fit_fails_its_row(values: list[float]) -> None:
+async def test_invalid_answer_fails_its_row(values: list[float]) -> None:
     call = ScoreCall(2)
     call.take(RowLogprobs(rid="r", logprobs=floats(values).tobytes(), version="1"))
     with pytest.raises(EngineError, match="or some that are no numbers"):
         await call.result()
 
 
-async def test_a_token_that_cannot_be_sampled_is_minus_infinity() -> None:
+async def test_impossible_token_has_infinite_logprob() -> None:
+    """A token that cannot be sampled has the logprob minus infinity."""
     call = ScoreCall(2)
     call.take(RowLogprobs(rid="r", logprobs=floats([-1.0, -float("inf")]).tobytes(), version="1"))
     assert list((await call.result()).logprobs) == [-1.0, -float("inf")]

@@ -45,7 +45,7 @@ def differs(reference: Reference, row: list[int], start: int, scores: RowScores)
     return max(abs(one - other) for one, other in zip(expected, scores.logprobs, strict=True))
 
 
-async def test_rows_are_scored_as_transformers_scores_them(tmp_path: Path, temporary: Path) -> None:
+async def test_scores_match_transformers(tmp_path: Path, temporary: Path) -> None:
     one, two = Reference(tmp_path / "one", 1), Reference(tmp_path / "two", 2)
     # rows of more than 512 tokens are read in chunks
     small = settings(one, tmp_path, extra={"chunked_prefill_size": 512})
@@ -90,7 +90,7 @@ async def test_rows_are_scored_as_transformers_scores_them(tmp_path: Path, tempo
 
 
 @pytest.mark.podman
-async def test_a_nodes_teacher_scores_what_its_policy_sampled(tmp_path: Path, temporary: Path) -> None:
+async def test_teacher_scores_policy_samples(tmp_path: Path, temporary: Path) -> None:
     """A whole node: random answers, and a real teacher with the same vocabulary, polarnode-tiny."""
     from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,7 @@ def mean(sizes: SessionSizes, running: Sequence[tuple[int, float]], *growth: flo
     return list(sizes.expected([(*each, "") for each in running], numpy.array(growth))[0])
 
 
-def test_sizes_are_guessed_until_some_have_ended() -> None:
+def test_sizes_are_guessed_at_first() -> None:
     sizes = SessionSizes(guess=10_000)
     assert mean(sizes, [(0, 1.0)], 0.0, 9_999.0, 10_001.0) == [0.0, 9_999.0, 0.0]
     for _ in range(ENDS // GUESS_COUNT):
@@ -29,7 +29,7 @@ def test_sizes_are_guessed_until_some_have_ended() -> None:
     assert mean(sizes, [(0, 1.0), (1_000, 0.5)], 0.0, 900.0) == [500.0, 1_850.0]
 
 
-def test_the_part_of_sessions_that_reach_a_size() -> None:
+def test_share_of_sessions_reaching_size() -> None:
     sizes = SessionSizes(guess=0)
     for tokens in (1_000, 2_000, 3_000, 4_000):
         sizes.add(tokens)
@@ -50,7 +50,7 @@ def of_groups(*groups: Sequence[int]) -> SessionSizes:
 SHORT, LONG = [4_000, 5_000, 6_000, 5_000] * 2, [40_000, 50_000, 60_000, 50_000] * 2
 
 
-def test_members_of_a_group_tell_what_the_others_become() -> None:
+def test_group_members_predict_each_other() -> None:
     sizes = of_groups(*[SHORT, LONG] * 4)
     assert 0.8 < sizes.alike <= 0.9
 
@@ -66,7 +66,8 @@ def test_members_of_a_group_tell_what_the_others_become() -> None:
     assert becomes()[0] < 3_000, "others ended short"
 
 
-def test_a_group_of_which_nothing_is_known_may_become_large_together() -> None:
+def test_unknown_group_may_grow_together() -> None:
+    """A group of which nothing is known may become large together."""
     sizes, growth = of_groups(*[SHORT, LONG] * 16), numpy.array([30_000.0])
     apart, together, known = (
         float(sizes.expected(running, growth)[1][0])
@@ -81,7 +82,7 @@ def test_a_group_of_which_nothing_is_known_may_become_large_together() -> None:
     assert known < 0.3 * together, "both outgrew the short ones"
 
 
-def test_groups_change_nothing_where_their_members_differ() -> None:
+def test_differing_groups_change_nothing() -> None:
     sizes, growth = of_groups(*[[*SHORT[:4], *LONG[:4]]] * 8), numpy.array([0.0, 10_000.0, 30_000.0])
     assert sizes.alike == 0.0
     grouped = sizes.expected([(0, 1.0, "g7"), (20_000, 1.0, "g7")], growth)
@@ -89,13 +90,13 @@ def test_groups_change_nothing_where_their_members_differ() -> None:
     assert numpy.array_equal(grouped, apart)
 
 
-def test_a_few_short_groups_in_a_row_do_not_speak_for_all() -> None:
+def test_few_short_groups_change_little() -> None:
     sizes = of_groups(*[SHORT, LONG] * 12, *[SHORT] * 7)
     (found,) = mean(sizes, [(0, 1.0)], 30_000.0)
     assert found > 10_000, "of the last 64 sessions one in eight was long, of those before every other one"
 
 
-def test_a_group_s_first_members_tell_what_its_next_is_expected_to_become() -> None:
+def test_first_members_predict_the_next() -> None:
     found = ResidencyPolicy(capacity=200_000)
     for number, members in enumerate([SHORT, LONG] * 16):
         for tokens in members:
@@ -124,7 +125,8 @@ def drifting(slope: float, count: int) -> SessionSizes:
 
 
 @pytest.mark.parametrize("slope", [0.015, -0.015])
-def test_sizes_that_grow_or_shrink_count_as_they_would_be_today(slope: float) -> None:
+def test_trend_rescales_earlier_sizes(slope: float) -> None:
+    """Sizes that grow or shrink count as they would be today."""
     sizes, today = drifting(slope, ENDS), math.exp(slope * (ENDS - 1))
     assert sizes.trend == pytest.approx(slope, rel=0.2)
     (found,) = mean(sizes, [(0, 1.0)], 1.0)
@@ -137,17 +139,17 @@ def test_sizes_that_grow_or_shrink_count_as_they_would_be_today(slope: float) ->
 
 
 @pytest.mark.parametrize(("slope", "count"), [(0.0, ENDS), (0.0, 200), (0.003, ENDS), (0.015, ENDS - 1)])
-def test_no_trend_is_seen_in_chance_nor_in_the_first_ends(slope: float, count: int) -> None:
+def test_chance_is_no_trend(slope: float, count: int) -> None:
     assert drifting(slope, count).trend == 0.0
 
 
-def test_long_groups_in_a_row_are_no_trend() -> None:
+def test_consecutive_long_groups_are_no_trend() -> None:
     sizes = of_groups(*[SHORT, LONG] * 16, *[LONG] * 4)
     assert sizes.alike > 0.8
     assert sizes.trend == 0.0
 
 
-def test_a_sudden_change_has_a_bound() -> None:
+def test_sudden_change_is_bounded() -> None:
     sizes = SessionSizes(guess=20_000)
     for tokens in (1_000, 50_000):
         for _ in range(ENDS // 2):

@@ -80,13 +80,13 @@ def new(version: str, path: Path = TINY_MODEL, **more: Any) -> dict[str, Any]:
     return {"version": version, "source": disk(path), **more}
 
 
-def test_order_of_versions() -> None:
+def test_versions_are_put_in_order() -> None:
     assert in_order((), ("0",), after=None) == ("0",)
     assert in_order(("1", "2", "3"), ("0", "3"), after=None) == ("0", "1", "2", "3")
     assert in_order(("1", "2", "3", "4"), ("0", "4"), after="3") == ("1", "2", "3", "0", "4")
 
 
-async def test_one_request_updates_all(tmp_path: Path, dsn: str) -> None:
+async def test_one_request_updates_all_nodes(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         answer = await second.node.post("/v1/weights", new("7"))
         assert (answer.status, answer.json()["stale"]) == (201, []), answer.text
@@ -114,7 +114,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     return unseeing.append
 
 
-async def test_files_from_a_holder(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+async def test_files_are_copied_from_holder(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
     """A folder that one machine has is copied, and the copy is found again after a restart."""
     blind(tmp_path / "b")
     own = copytree(TINY_MODEL, tmp_path / "step")
@@ -166,7 +166,7 @@ async def _expired(log: Log, incarnation: int) -> bool:
     return await log.declare_lost(incarnation, (await log.read_signs())[incarnation])
 
 
-async def test_node_down_and_back(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+async def test_stale_node_returns_with_files(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
     """It is stale, named and idle until it has the files, and then claims again."""
     blind(tmp_path / "b")
     own = copytree(TINY_MODEL, tmp_path / "step")
@@ -196,7 +196,7 @@ async def _warns(plane: Plane, text: str) -> bool:
     return text in ((await plane.told())["warning"] or "")
 
 
-async def test_version_without_row_not_served(
+async def test_version_without_row_is_unserved(
     tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer's connection is busy with a body for too long: the others would never hear of the version."""
@@ -225,7 +225,7 @@ async def test_nobody_waits_for_external_engine(tmp_path: Path, dsn: str) -> Non
         await until(lambda: _is_stale(first, "b"))
 
 
-async def test_copies_leave_disk_room(tmp_path: Path, dsn: str) -> None:
+async def test_copies_leave_room_on_disk(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         assert (await first.node.post("/v1/weights", new("7"))).status == 201
         (row,) = await second.log.weights(model=MODEL)
@@ -236,7 +236,7 @@ async def test_copies_leave_disk_room(tmp_path: Path, dsn: str) -> None:
         assert await copies.copy(row, folder)
 
 
-async def test_following_outlives_full_disk(
+async def test_following_weights_survives_full_disk(
     tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_room(*_: Any) -> None:
@@ -267,7 +267,7 @@ async def test_settings_adapter_waits_for_nobody(
         assert "b had no copy" in said[0]
 
 
-async def test_deadline_names_who_lacks_it(tmp_path: Path, dsn: str) -> None:
+async def test_deadline_names_nodes_without_version(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b", "c") as (first, second, third):
         second.weights.released.add("weights")  # its memory is lent to a trainer
         first.weights.spread_s = 0.5
@@ -287,7 +287,7 @@ async def _served_but(plane: Plane, version: str, name: str) -> bool:
     return answer.status < 300 and bool(answer.json()["stale"] == [name])
 
 
-async def test_staleness_in_order_of_log(tmp_path: Path, dsn: str) -> None:
+async def test_staleness_follows_log_order(tmp_path: Path, dsn: str) -> None:
     """A session at a node that is two versions behind is stale by two."""
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         assert (await first.node.post("/v1/weights", new("3"))).status == 201
@@ -307,7 +307,7 @@ async def _ordered(plane: Plane, versions: tuple[str, ...]) -> bool:
     return plane.weights.order() == versions
 
 
-async def test_adapters_reach_all(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
+async def test_adapters_reach_all_nodes(tmp_path: Path, dsn: str, blind: Callable[[Path], None]) -> None:
     folder = write_adapter(tmp_path / "adapter")
     config = (folder / "adapter_config.json").read_text()
     body = save(load_file(folder / "adapter_model.safetensors"), {"adapter_config": config})
@@ -326,7 +326,7 @@ async def test_adapters_reach_all(tmp_path: Path, dsn: str, blind: Callable[[Pat
         await until(lambda: _is_gone(tmp_path / "a" / "adapters" / "a"))  # its files go last
 
 
-async def test_adapter_deleted_only_with_its_row(
+async def test_adapter_deletion_needs_its_row(
     tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the log does not take the deletion in time the trainer is told, and the adapter is served again."""
@@ -346,7 +346,7 @@ async def test_adapter_deleted_only_with_its_row(
         assert await _adapters(first) == await _adapters(second) == {"a": "1"}
 
 
-async def test_adapter_where_none_are_taken(tmp_path: Path, dsn: str) -> None:
+async def test_node_without_adapter_support_is_named(tmp_path: Path, dsn: str) -> None:
     """A node without `lora_rank` is named at once, and nobody waits for it."""
     folder = write_adapter(tmp_path / "adapter")
     async with nodes(tmp_path, dsn, "a", lora_rank=4) as (first,), nodes(tmp_path, dsn, "b") as (second,):
@@ -392,7 +392,7 @@ def test_ranks_each_of_one_node(first: int, ranks: list[int]) -> None:
     assert split_payloads(["one"] * (sum(ranks) + 1), ranks) == [["one"] * (sum(ranks) + 1)] * len(ranks)
 
 
-async def test_handles_reach_all(tmp_path: Path, dsn: str) -> None:
+async def test_tensor_handles_reach_all_nodes(tmp_path: Path, dsn: str) -> None:
     """Each node gets the payloads of its GPUs; who refuses them is stale, and named."""
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         assert (await first.told())["ranks"] == 2
@@ -410,7 +410,7 @@ async def test_handles_reach_all(tmp_path: Path, dsn: str) -> None:
         assert [each.engines.versions[-1] for each in (first, second)] == ["4", "4"]
 
 
-async def test_buckets_are_one_update(tmp_path: Path, dsn: str) -> None:
+async def test_buckets_form_one_update(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         trainer = planes[1].node
         source: dict[str, Any] = {"kind": "tensor", "buckets": []}
@@ -428,7 +428,7 @@ async def test_buckets_are_one_update(tmp_path: Path, dsn: str) -> None:
         assert [each.weights.status().updating for each in planes] == [None, None]
 
 
-async def test_each_request_may_go_to_another_node(tmp_path: Path, dsn: str) -> None:
+async def test_requests_may_reach_different_nodes(tmp_path: Path, dsn: str) -> None:
     """As a load balancer sends them; payloads are in one order, whichever node is asked."""
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         source: dict[str, Any] = {"kind": "tensor", "buckets": []}
@@ -474,7 +474,7 @@ async def test_group_is_known_at_every_node(tmp_path: Path, dsn: str) -> None:
         assert (left.status, "is not joined by all" in left.text) == (409, True), left.text
 
 
-async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None:
+async def test_all_nodes_pause_at_barrier(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         held = await planes[0].node.post("/v1/engine/pause", {"mode": "retract"})
         assert (held.status, held.json()["paused"]) == (200, "retract")
@@ -495,7 +495,7 @@ async def test_all_pause_and_wait_at_a_barrier(tmp_path: Path, dsn: str) -> None
         assert [each.weights.status().paused for each in planes] == ["in_place"] * 2, "as the trainer left it"
 
 
-async def test_who_joins_while_generation_is_held_is_held(tmp_path: Path, dsn: str) -> None:
+async def test_joining_node_is_held(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a") as (first,):
         for pause, resume, held in (
             ("/v1/engine/pause", "/v1/engine/resume", "retract"),
@@ -511,7 +511,7 @@ async def test_who_joins_while_generation_is_held_is_held(tmp_path: Path, dsn: s
                 assert third.weights.status().paused is None, resume
 
 
-async def test_who_missed_a_request_follows_the_log(tmp_path: Path, dsn: str) -> None:
+async def test_node_missing_request_follows_log(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a") as (plane,):
         await plane.log.hold_generation("in_place", model=MODEL)
         await until(lambda: _holds(plane))
@@ -528,7 +528,7 @@ async def test_who_missed_a_request_follows_the_log(tmp_path: Path, dsn: str) ->
         await until(lambda: _goes_on(plane))
 
 
-async def test_barrier_of_one_request_is_no_hold_of_the_log(tmp_path: Path, dsn: str) -> None:
+async def test_request_barrier_is_no_log_hold(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         assert (await first.node.post("/v1/weights", new("1", switch="barrier"))).status == 201
         assert (await first.log.generation_hold(model=MODEL), second.weights.status().paused) == (None, None)
@@ -542,7 +542,7 @@ async def _goes_on(plane: Plane) -> bool:
     return plane.weights.status().paused is None
 
 
-async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
+async def test_weight_requests_name_their_model(tmp_path: Path, dsn: str) -> None:
     """Any node takes what is for another model, and a request that names none is refused."""
     async with (
         nodes(tmp_path, dsn, "a") as (policy,),
@@ -567,7 +567,7 @@ async def test_each_model_by_its_name(tmp_path: Path, dsn: str) -> None:
         assert (back.status, back.json()["error"]["type"]) == (502, "astray"), "requests go round"
 
 
-async def test_adapter_put_at_any_node(tmp_path: Path, dsn: str) -> None:
+async def test_adapter_is_put_at_any_node(tmp_path: Path, dsn: str) -> None:
     folder = write_adapter(tmp_path / "adapter")
     config = (folder / "adapter_config.json").read_text()
     body = save(load_file(folder / "adapter_model.safetensors"), {"adapter_config": config})
@@ -586,7 +586,7 @@ async def _known(plane: Plane, count: int) -> bool:
     return len([each for each in await plane.log.nodes() if each.serving]) == count
 
 
-async def test_sglang_updates_all_under_one_name(tmp_path: Path, dsn: str) -> None:
+async def test_sglang_update_uses_one_name(tmp_path: Path, dsn: str) -> None:
     async with nodes(tmp_path, dsn, "a", "b") as planes:
         trainer = planes[1].node
 

@@ -85,7 +85,7 @@ async def test_new_weights_are_served_and_remembered(model: LoadedModel, tmp_pat
         assert engines.versions == ("0", "1", "2")
 
 
-async def test_what_can_not_be_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+async def test_invalid_update_is_refused(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, hosts=1) as plane:
         node, engines = plane.node, plane.engines
         for body, path in (
@@ -100,7 +100,7 @@ async def test_what_can_not_be_is_refused(model: LoadedModel, tmp_path: Path) ->
         assert engines.versions == ("0",)
 
 
-async def test_disk_that_hangs_keeps_no_shared_thread(
+async def test_hanging_disk_blocks_no_thread(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken, looks = threading.Event(), list[Path]()
@@ -123,7 +123,7 @@ async def test_disk_that_hangs_keeps_no_shared_thread(
         woken.set()
 
 
-async def test_generation_is_held_and_let_go(model: LoadedModel, tmp_path: Path) -> None:
+async def test_generation_pauses_and_resumes(model: LoadedModel, tmp_path: Path) -> None:
     async with (
         opened(model, tmp_path, hosts=1) as plane,
         plane.engines.generate(order([1], max_tokens=None)) as stream,
@@ -149,7 +149,7 @@ def tensors(version: str, *buckets: list[str], **more: Any) -> dict[str, Any]:
     }
 
 
-async def test_tensors_of_a_trainer_are_taken_by_all_or_none(model: LoadedModel, tmp_path: Path) -> None:
+async def test_trainer_tensors_reach_all_or_none(model: LoadedModel, tmp_path: Path) -> None:
     """One payload for each GPU, or one for each of an engine's; the second host's is bad, and the first goes
     back.
     """
@@ -180,7 +180,7 @@ async def test_tensors_of_a_trainer_are_taken_by_all_or_none(model: LoadedModel,
             assert (refused.status, sentence in refused.text) == (400, True), refused.text
 
 
-async def test_an_update_of_several_requests(model: LoadedModel, tmp_path: Path) -> None:
+async def test_update_of_several_requests(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path) as plane:
         begun = await plane.node.post("/v1/weights/updates", tensors("1", [GOOD]))
         where = f"/v1/weights/updates/{begun.json()['update_id']}"
@@ -214,9 +214,8 @@ async def test_an_update_of_several_requests(model: LoadedModel, tmp_path: Path)
         assert (await plane.node.call("POST", "/v1/weights/updates/other/commit")).status == 409
 
 
-async def test_an_update_begun_again_replaces_the_one_whose_trainer_got_no_answer(
-    model: LoadedModel, tmp_path: Path
-) -> None:
+async def test_restarted_update_replaces_unanswered_one(model: LoadedModel, tmp_path: Path) -> None:
+    """An update begun again replaces the one whose trainer got no answer."""
     async with opened(model, tmp_path) as plane:
         first, second = [
             (await plane.node.post("/v1/weights/updates", tensors("1", [GOOD]))).json()["update_id"]
@@ -228,7 +227,7 @@ async def test_an_update_begun_again_replaces_the_one_whose_trainer_got_no_answe
         assert (done.status, done.json()["source"]["buckets"]) == (201, "1")
 
 
-async def test_a_folder_written_again_is_not_the_version_it_was(model: LoadedModel, tmp_path: Path) -> None:
+async def test_rewritten_folder_is_another_version(model: LoadedModel, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     shutil.copytree(TINY_MODEL, folder)
     async with opened(model, tmp_path, hosts=1) as plane:
@@ -239,9 +238,10 @@ async def test_a_folder_written_again_is_not_the_version_it_was(model: LoadedMod
         assert (refused.status, "have changed" in refused.text) == (409, True)
 
 
-async def test_an_update_is_given_up_by_its_trainer_or_for_its_silence(
+async def test_update_is_aborted_or_times_out(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An update is given up by its trainer, or for its silence."""
     monkeypatch.setattr(weights_module, "IDLE_S", 0.5)
     async with opened(model, tmp_path) as plane:
         begun = (await plane.node.post("/v1/weights/updates", tensors("1"))).json()["update_id"]
@@ -258,13 +258,13 @@ async def test_an_update_is_given_up_by_its_trainer_or_for_its_silence(
         assert plane.weights.status().failures == 3
 
 
-async def test_a_node_that_ends_gives_up_what_is_open(model: LoadedModel, tmp_path: Path) -> None:
+async def test_stopping_node_aborts_open_update(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path) as plane:
         assert (await plane.node.post("/v1/weights/updates", tensors("1", [GOOD]))).status == 201
     assert plane.weights.status().version == "0"
 
 
-async def test_weights_over_a_group(model: LoadedModel, tmp_path: Path) -> None:
+async def test_weights_arrive_over_a_group(model: LoadedModel, tmp_path: Path) -> None:
     bucket = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2, 2]]}
     update = {"version": "1", "source": {"kind": "distributed", "buckets": [bucket]}}
     group = {"address": "127.0.0.1", "port": 4000, "world_size": 3, "backend": "gloo"}
@@ -291,7 +291,7 @@ async def test_weights_over_a_group(model: LoadedModel, tmp_path: Path) -> None:
 # ── agents meanwhile ──────────────────────────────────────────────────────────
 
 
-async def test_an_agents_call_stays_open_over_an_update(model: LoadedModel, tmp_path: Path) -> None:
+async def test_agent_call_survives_an_update(model: LoadedModel, tmp_path: Path) -> None:
     """One begun before goes on behind it, one that comes meanwhile begins behind it; both are kept alive, and
     each turn says its versions.
     """
@@ -327,7 +327,7 @@ async def test_an_agents_call_stays_open_over_an_update(model: LoadedModel, tmp_
 # ── memory ────────────────────────────────────────────────────────────────────
 
 
-async def test_memory_is_not_lent_by_an_engine_that_has_none(model: LoadedModel, tmp_path: Path) -> None:
+async def test_engine_without_memory_saver_lends_nothing(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(model, tmp_path, hosts=1) as plane:
         early = await plane.node.call("POST", "/v1/engine/memory/release")
         assert (early.status, "pause with mode retract or abort" in early.text) == (409, True)
@@ -345,7 +345,7 @@ async def test_memory_is_not_lent_by_an_engine_that_has_none(model: LoadedModel,
 # ── the next life of the node ─────────────────────────────────────────────────
 
 
-async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_path: Path) -> None:
+async def test_node_begins_with_last_weights(model: LoadedModel, tmp_path: Path) -> None:
     folder = tmp_path / "step"
     folder.mkdir()
     for file in ("config.json", "model.safetensors"):
@@ -382,7 +382,7 @@ async def test_a_node_begins_with_what_it_served_last(model: LoadedModel, tmp_pa
         assert "is gone" in str((await initial_weights(config, SqliteLog(journal), MODEL, said.append))[1])
 
 
-async def test_tensors_are_on_no_disk_for_the_next_life(model: LoadedModel, tmp_path: Path) -> None:
+async def test_tensors_do_not_survive_restart(model: LoadedModel, tmp_path: Path) -> None:
     """Their trainer may send them again under their name, as it may a disk's that did not come back."""
     async with opened(model, tmp_path) as plane:
         await plane.update("0.5", disk(TINY_MODEL))

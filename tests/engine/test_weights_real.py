@@ -37,7 +37,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("model") / "new", seed=2)
 
 
-async def test_weights_move_in_over_every_way(
+async def test_weights_update_in_every_way(
     old: Reference, new: Reference, tmp_path: Path, temporary: Path
 ) -> None:
     with trio.fail_after(900), open_trainer() as trainer:

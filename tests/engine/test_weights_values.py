@@ -31,12 +31,12 @@ def order(body: dict[str, Any]) -> UpdateOrder:
     return codec.structure(body, UpdateOrder, forbid_extra=True)
 
 
-def test_a_source_is_known_again_whatever_the_mode() -> None:
+def test_source_digest_ignores_mode() -> None:
     assert digest(order(DISK)) == digest(order(DISK | {"mode": "abort", "version": "2"}))
     assert digest(order(DISK)) != digest(order(DISK | {"source": {"kind": "disk", "path": "/v"}}))
 
 
-def test_sources_are_told_in_short() -> None:
+def test_source_records_are_short() -> None:
     assert source_record(order(DISK), 1) == {"kind": "disk", "path": "/w"}
     assert source_record(order({"version": "1", "source": {"kind": "tensor"}}), 3) == {
         "kind": "tensor",
@@ -57,34 +57,34 @@ def test_sources_are_told_in_short() -> None:
         ({"names": ["a"], "dtypes": ["float32"], "shapes": [[1 << 30, 1 << 30]]}, "$.shapes[0]"),
     ],
 )
-def test_a_broadcast_that_can_not_be_is_refused_before_it_is_sent(bucket: dict[str, Any], path: str) -> None:
+def test_invalid_broadcast_is_refused_early(bucket: dict[str, Any], path: str) -> None:
     with pytest.raises(Refused) as caught:
         broadcast(codec.structure(bucket, BroadcastBucket), "g")
     assert caught.value.path == path
 
 
 @pytest.mark.parametrize("path", ["w", "", "/w\0x"])
-def test_a_path_that_names_no_folder_is_refused(path: str) -> None:
+def test_invalid_path_is_refused(path: str) -> None:
     with pytest.raises(Refused) as caught:
         check(order({"version": "1", "source": {"kind": "disk", "path": path}}))
     assert caught.value.path == "$.source.path"
 
 
-def test_an_order_becomes_a_load_for_each_bucket() -> None:
+def test_order_becomes_load_per_bucket() -> None:
     check(order(DISK))
     assert len(loads(order(DISK), hosts=2, ranks=1)) == 1
     several = {"version": "1", "source": {"kind": "tensor", "buckets": [{"payloads": ["gAQ="]}] * 3}}
     assert len(loads(order(several), hosts=2, ranks=1)) == 3
 
 
-def test_a_group_has_room_for_every_gpu() -> None:
+def test_group_has_room_for_gpus() -> None:
     said = GroupOrder(address="h", port=1, world_size=9)
     check_group(said, 8)
     with pytest.raises(Refused, match="world_size must be at least 10"):
         check_group(said, 9)
 
 
-def test_a_row_of_the_history_there_and_back() -> None:
+def test_history_row_round_trips() -> None:
     hosts = (HostReport(index=0, seconds=0.5),)
     served = Served(
         version="1",

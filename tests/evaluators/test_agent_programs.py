@@ -41,9 +41,7 @@ from polarnode.evaluators.contract import TestNotRun
         (b"1\0\xff\0", None),
     ],
 )
-def test_a_request_is_a_program_with_its_arguments_and_input(
-    content: bytes, request_: Request | None
-) -> None:
+def test_request_has_arguments_and_input(content: bytes, request_: Request | None) -> None:
     assert parse_request(content) == request_
 
 
@@ -103,7 +101,7 @@ async def reply(content: bytes, ended: Ended | None) -> tuple[bytes, bytes, byte
     return tuple(clean.files[f"{SPOOL_DIR}/1.{name}"] for name in ("exit", "out", "err"))  # type: ignore[return-value]
 
 
-async def test_the_reply_is_the_programs_own() -> None:
+async def test_reply_is_the_programs_own() -> None:
     ended = Ended(exit_code=3, stdout=b"o", stderr=b"e")
     assert await reply(b"1\0x\0", ended) == (b"3\n", b"o", b"e")
 
@@ -123,7 +121,7 @@ async def test_the_reply_is_the_programs_own() -> None:
         (b"1\0x\0", Ended(exit_code=LOST, stdout=b"49", stderr=b""), b"125\n", "let itself be traced"),
     ],
 )
-async def test_what_cannot_be_answered_is_explained(
+async def test_unanswerable_request_is_explained(
     content: bytes, ended: Ended | None, code: bytes, why: str
 ) -> None:
     exit_code, stdout, stderr = await reply(content, ended)
@@ -131,7 +129,7 @@ async def test_what_cannot_be_answered_is_explained(
     assert why in stderr.decode()
 
 
-async def test_requests_are_answered_in_order_and_up_to_a_number() -> None:
+async def test_requests_are_ordered_and_bounded() -> None:
     ended = Ended(exit_code=0, stdout=b"", stderr=b"")
     clean = Clean({f"{SPOOL_DIR}/{number}": f"1\0{number}\0".encode() for number in (1, 2, 4)})
     asked = requests(clean, ended)
@@ -159,7 +157,8 @@ class ListedClock(SaidClock):
 
 
 @pytest.mark.parametrize(("there", "reward"), [(0, 0.0), (127, None)])
-async def test_a_program_chooses_no_missing_test(there: int, reward: float | None) -> None:
+async def test_agent_program_cannot_fake_missing_test(there: int, reward: float | None) -> None:
+    """A program of the agent's cannot make a test look missing."""
     ends = [Ended(exit_code=code, stdout=b"", stderr=b"") for code in (127, there)]
     clean = Clean({f"{SPOOL_DIR}/1": b"1\0./prog\0"})
     session = evolve(finished(clean, {}), clock=ListedClock(None, ends=ends), left=Left())  # type: ignore[arg-type]
@@ -182,7 +181,7 @@ async def test_a_program_chooses_no_missing_test(there: int, reward: float | Non
         )
 
 
-def test_the_script_writes_what_is_read(tmp_path: Path) -> None:
+def test_script_writes_readable_requests(tmp_path: Path) -> None:
     script = agent_programs.SCRIPT.replace(SPOOL_DIR, str(tmp_path))
     (tmp_path / "1").write_bytes(b"taken")
     (tmp_path / "2.out").write_bytes(b"o\0")
@@ -201,7 +200,7 @@ def test_the_script_writes_what_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["command", "harbor"])
-def test_a_separate_test_has_a_clean_container(name: str) -> None:
+def test_separate_test_gets_clean_container(name: str) -> None:
     config: dict[str, Any] = {"script": "x"} if name == "command" else {"tests": {"test.sh": "x"}}
     shared = registry.find(EvaluatorSpec(name=name, config=config))
     apart = registry.find(EvaluatorSpec(name=name, config={**config, "separate": {}}))
@@ -209,7 +208,8 @@ def test_a_separate_test_has_a_clean_container(name: str) -> None:
     assert (apart.fresh, apart.copies) == (True, False)
 
 
-def test_a_separate_part_shares_no_container_with_one_that_needs_the_workdir() -> None:
+def test_separate_part_shares_no_workdir() -> None:
+    """A separate part shares no container with one that needs the workdir."""
     apart = EvaluatorPart(name="command", config={"script": "x", "separate": {}})
     beside = EvaluatorPart(name="command", config={"script": "x"})
     with pytest.raises(Refused, match="cannot share a runtime"):
@@ -219,14 +219,14 @@ def test_a_separate_part_shares_no_container_with_one_that_needs_the_workdir() -
 
 
 @pytest.mark.parametrize("path", ["", "/", "a/", "../a", "a/../../b", "a\0"])
-def test_a_plain_file_is_named_by_its_path(path: str) -> None:
+def test_plain_file_is_named_by_path(path: str) -> None:
     with pytest.raises(Refused, match="name a file"):
         registry.find(
             EvaluatorSpec(name="command", config={"script": "x", "separate": {"plain_files": [path]}})
         )
 
 
-async def test_a_test_never_runs_apart_in_the_agents_container() -> None:
+async def test_separate_test_avoids_agent_container() -> None:
     async def test() -> Any:
         raise AssertionError("it ran")
 

@@ -91,7 +91,7 @@ def finished(runtime: Runtime, config: dict[str, Json], **outcome: Any) -> Finis
 
 
 @pytest.mark.parametrize(("exit_code", "reward"), [(0, 1.0), (1, 0.0), (137, 0.0)])
-async def test_command_takes_the_exit_code(exit_code: int, reward: float) -> None:
+async def test_command_uses_exit_code(exit_code: int, reward: float) -> None:
     verdict = await command.evaluate(finished(Shelf(ends(exit_code)), {"argv": ["true"]}))
     assert verdict.reward == reward
     assert verdict.metrics["output_tail"] == "out\nerr\n"
@@ -100,7 +100,7 @@ async def test_command_takes_the_exit_code(exit_code: int, reward: float) -> Non
 @pytest.mark.parametrize(
     ("written", "reward"), [(b"0.25\n", 0.25), (b'{"reward": 2, "passed": 3}', 2.0), (b"-1", -1.0)]
 )
-async def test_command_takes_the_reward_file(written: bytes, reward: float) -> None:
+async def test_command_uses_reward_file(written: bytes, reward: float) -> None:
     verdict = await command.evaluate(
         finished(Shelf(ends(1, reward=written)), {"script": "x", "reward_file": "/reward"})
     )
@@ -111,14 +111,15 @@ async def test_command_takes_the_reward_file(written: bytes, reward: float) -> N
 @pytest.mark.parametrize(
     "written", [b"", b"yes", b"true", b'"1"', b"NaN", b"1e19", b"[1]", b"{}", b"[" * 5000]
 )
-async def test_a_reward_that_is_no_number_is_an_error_not_a_zero(written: bytes) -> None:
+async def test_non_numeric_reward_is_an_error(written: bytes) -> None:
+    """A reward that is no number is an error, not a zero."""
     with pytest.raises(EvaluatorError):
         await command.evaluate(
             finished(Shelf(ends(0, reward=written)), {"script": "x", "reward_file": "/reward"})
         )
 
 
-async def test_a_reward_the_harness_left_is_removed_before_the_test() -> None:
+async def test_leftover_reward_removed_before_test() -> None:
     shelf = Shelf(ends(0), {"/reward": b"1"})
     with pytest.raises(EvaluatorError, match="wrote no /reward"):
         await command.evaluate(finished(shelf, {"script": "x", "reward_file": "/reward"}))
@@ -134,14 +135,14 @@ async def test_a_reward_the_harness_left_is_removed_before_the_test() -> None:
         ({"scrpt": "x"}, "$.evaluator.config.scrpt"),
     ],
 )
-def test_a_config_that_can_not_work_is_refused_at_submission(config: dict[str, Json], path: str) -> None:
+def test_bad_config_refused_at_submission(config: dict[str, Json], path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(EvaluatorSpec(name="command", config=config))
     assert refused.value.path == path
 
 
 @pytest.mark.parametrize(("status", "reward"), [("completed", 1.0), ("failed", 0.0), ("timeout", 0.0)])
-async def test_session_completed(status: str, reward: float) -> None:
+async def test_session_completed_rewards_the_outcome(status: str, reward: float) -> None:
     assert (await command.evaluate_completed(finished(Shelf(ends(0)), {}, status=status))).reward == reward
     with pytest.raises(Refused, match="no setting x"):
         command.check_completed({"x": 1})
@@ -154,7 +155,7 @@ async def half(finished: Finished) -> Verdict:
 OWN = Evaluator(name="half", evaluate=half, check=lambda config: None)
 
 
-async def test_a_users_own_evaluator_comes_by_import_path() -> None:
+async def test_imported_evaluator_is_used() -> None:
     found = registry.find(EvaluatorSpec(import_path=f"{__name__}:OWN"), allowed_imports=("*",))
     assert (await found.evaluate(finished(Shelf(ends(0)), {}))).reward == 0.5
     with pytest.raises(Refused, match=r"there are: command, harbor, .*session_completed"):

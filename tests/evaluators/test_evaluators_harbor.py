@@ -42,7 +42,7 @@ def writes(folder: Path, content: str, name: str = "reward.txt") -> str:
     ("content", "reward"),
     [("1", 1.0), ("0.25\n", 0.25), ("-3", -3.0), ("1e3", 1000.0), (' {"reward": 2} ', 2.0)],
 )
-async def test_the_reward_is_the_number_the_tests_write(folder: Path, content: str, reward: float) -> None:
+async def test_reward_is_the_tests_number(folder: Path, content: str, reward: float) -> None:
     verdict = await judged(folder, writes(folder, content) + "; echo said; exit 3")
     assert verdict.reward == reward
     assert (verdict.metrics["exit_code"], verdict.metrics["output_tail"]) == (3, "said\n")
@@ -57,7 +57,7 @@ async def test_the_reward_is_the_number_the_tests_write(folder: Path, content: s
         ('{"reward": 1, "tests": 0.25}', {"reward_key": "tests"}, 0.25, None),
     ],
 )
-async def test_of_several_rewards_it_is_said_which(
+async def test_which_of_several_rewards_counts(
     folder: Path, content: str, more: dict[str, Json], reward: float, by: str | None
 ) -> None:
     verdict = await judged(folder, writes(folder, content, "reward.json"), **more)
@@ -65,7 +65,7 @@ async def test_of_several_rewards_it_is_said_which(
     assert verdict.metrics["rewards"]
 
 
-async def test_the_text_goes_before_the_json(folder: Path) -> None:
+async def test_text_reward_precedes_json(folder: Path) -> None:
     assert (
         await judged(folder, writes(folder, "0.5") + "; " + writes(folder, '{"reward": 1}', "reward.json"))
     ).reward == 0.5
@@ -90,13 +90,14 @@ async def test_the_text_goes_before_the_json(folder: Path) -> None:
         "[" * 100_000,
     ],
 )
-async def test_what_is_no_finite_number_is_no_reward(folder: Path, content: str) -> None:
+async def test_non_finite_reward_is_none(folder: Path, content: str) -> None:
     (folder / "planned").write_text(content)
     with pytest.raises(EvaluatorError):
         await judged(folder, f"cp {folder}/planned {folder}/.logs/verifier/reward.json")
 
 
-async def test_no_reward_is_an_error_with_the_tests_last_words(folder: Path) -> None:
+async def test_missing_reward_quotes_test_output(folder: Path) -> None:
+    """No reward is an error with the tests' last words."""
     with pytest.raises(EvaluatorError, match=r"exit code 7 and wrote no reward to .*: no such module"):
         await judged(folder, "echo no such module; exit 7")
 
@@ -104,9 +105,7 @@ async def test_no_reward_is_an_error_with_the_tests_last_words(folder: Path) -> 
 @pytest.mark.parametrize(
     "planted", ["file", "link", "folder", "pipe", "verifier is a link", "tests is a link", "locked"]
 )
-async def test_what_an_agent_planted_is_gone_before_the_tests(
-    folder: Path, tmp_path: Path, planted: str
-) -> None:
+async def test_planted_reward_removed_before_tests(folder: Path, tmp_path: Path, planted: str) -> None:
     logs, tests, elsewhere = folder / ".logs/verifier", folder / ".tests", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "reward.txt").write_text("1")
@@ -143,29 +142,30 @@ def plant(what: str, logs: Path, tests: Path, elsewhere: Path) -> None:
             (logs / "closed").chmod(0)
 
 
-async def test_a_link_the_tests_write_through_is_no_reward(folder: Path, tmp_path: Path) -> None:
+async def test_reward_through_link_is_none(folder: Path, tmp_path: Path) -> None:
     """What the tests run may be the agent's program: a link it puts there leads to nothing."""
     (tmp_path / "forged").write_text("1")
     with pytest.raises(EvaluatorError, match="wrote no reward"):
         await judged(folder, f"ln -s {tmp_path}/forged {folder}/.logs/verifier/reward.txt")
 
 
-async def test_a_reward_that_never_ends_is_an_error(folder: Path) -> None:
+async def test_endless_reward_is_an_error(folder: Path) -> None:
     with pytest.raises(EvaluatorError, match=f"larger than {command.MAX_REWARD_FILE_BYTES} bytes"):
         await judged(folder, f"head -c 1000000 /dev/zero > {folder}/.logs/verifier/reward.txt")
 
 
-async def test_tests_that_hang_are_ended_and_worth_nothing(folder: Path) -> None:
+async def test_hanging_tests_are_worth_nothing(folder: Path) -> None:
     verdict = await judged(folder, writes(folder, "1") + "; sleep 600", verifier_timeout=1)
     assert (verdict.reward, verdict.metrics["reason"]) == (0.0, "the tests were not done within 1 s")
 
 
-async def test_an_exit_code_of_timeouts_own_is_not_taken_for_one(folder: Path) -> None:
+async def test_own_exit_code_is_no_timeout(folder: Path) -> None:
+    """An exit code of timeout's own is not taken for one."""
     verdict = await judged(folder, writes(folder, "1") + "; exit 124")
     assert (verdict.reward, verdict.metrics["exit_code"]) == (1.0, 124)
 
 
-async def test_files_travel_with_their_modes_and_bytes(folder: Path) -> None:
+async def test_files_keep_modes_and_bytes(folder: Path) -> None:
     tests: dict[str, Json] = {
         "test.sh": {
             "text": f"stat -c '%a' {folder}/.tests/data/blob; {folder}/.tests/run; " + writes(folder, "1")
@@ -193,7 +193,7 @@ class Modes(ShellRuntime):
 
 
 @pytest.mark.parametrize(("code", "reward"), [(0, 1.0), (1, 0.0)])
-async def test_terminal_bench_is_judged_by_its_exit_code(folder: Path, code: int, reward: float) -> None:
+async def test_terminal_bench_uses_exit_code(folder: Path, code: int, reward: float) -> None:
     config: dict[str, Json] = {
         "tests": {"run-tests.sh": f"exit {code}"},
         "tests_target": TESTS,
@@ -203,7 +203,7 @@ async def test_terminal_bench_is_judged_by_its_exit_code(folder: Path, code: int
     assert (verdict.reward, verdict.metrics["by"]) == (reward, "exit_code")
 
 
-async def test_a_command_of_the_tasks_own(folder: Path) -> None:
+async def test_tasks_own_command_is_run(folder: Path) -> None:
     verdict = await judged(folder, "exit 1", test_command=writes(folder, "0.5"))
     assert verdict.reward == 0.5
 
@@ -226,7 +226,7 @@ async def test_a_command_of_the_tasks_own(folder: Path) -> None:
         ({"tests": {"test.sh": ""}, "envv": {}}, "$.evaluator.config.envv"),
     ],
 )
-def test_a_config_that_can_not_work_is_refused_at_submission(config: dict[str, Json], path: str) -> None:
+def test_bad_config_refused_at_submission(config: dict[str, Json], path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(EvaluatorSpec(name="harbor", config=config))
     assert refused.value.path == path

@@ -42,7 +42,7 @@ async def judged(place: AgentWorkplace, **more: Json) -> Verdict:
     )
 
 
-async def test_a_fix_is_worth_one(place: AgentWorkplace) -> None:
+async def test_fix_is_worth_one(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     verdict = await judged(place)
     assert verdict.reward == 1.0, verdict.metrics
@@ -54,7 +54,7 @@ async def test_a_fix_is_worth_one(place: AgentWorkplace) -> None:
     assert "+    return a + b" in str(patch["text"])
 
 
-async def test_what_differs_is_told(place: AgentWorkplace) -> None:
+async def test_differing_results_are_named(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text("def add(a, b):\n    return 3\n")
     (place.left / "tests/test_more.py").write_text("def test_extra():\n    pass\n")
     verdict = await judged(
@@ -74,9 +74,8 @@ async def test_what_differs_is_told(place: AgentWorkplace) -> None:
     ("command", "said"),
     [(None, "the agent changed nothing"), ("git diff", "the agent changed nothing")],
 )
-async def test_no_work_is_worth_nothing_and_no_test_runs(
-    place: AgentWorkplace, command: str | None, said: str
-) -> None:
+async def test_no_work_runs_no_test(place: AgentWorkplace, command: str | None, said: str) -> None:
+    """No work is worth nothing, and no test runs."""
     left, clean = place.runtimes
     config: dict[str, Json] = {
         "test_command": "touch /testbed/ran",
@@ -88,7 +87,7 @@ async def test_no_work_is_worth_nothing_and_no_test_runs(
     assert not (place.clean / "ran").exists()
 
 
-async def test_tests_an_agent_changed_stay_where_it_changed_them(place: AgentWorkplace) -> None:
+async def test_agent_changed_tests_stay(place: AgentWorkplace) -> None:
     (place.left / "tests/test_calc.py").write_text(
         "def test_adds(): pass\n\n\nclass TestText:\n    def test_joins(self): pass\n"
     )
@@ -109,7 +108,7 @@ async def test_tests_an_agent_changed_stay_where_it_changed_them(place: AgentWor
         "\\x1b[32mPASSED\\x1b[0m tests/test_calc.py::TestText::test_joins",
     ],
 )
-async def test_a_passed_that_the_code_prints_hides_no_failure(place: AgentWorkplace, printed: str) -> None:
+async def test_printed_pass_hides_no_failure(place: AgentWorkplace, printed: str) -> None:
     forged = (
         f"import atexit\natexit.register(lambda: print('\\n{printed}\\n', flush=True))\n\n\ndef add(a, b):\n "
         "   return 0\n"
@@ -120,7 +119,7 @@ async def test_a_passed_that_the_code_prints_hides_no_failure(place: AgentWorkpl
     assert len(verdict.metrics["different"]) == 2  # type: ignore[arg-type]
 
 
-async def test_a_test_that_hangs_is_ended_and_worth_nothing(place: AgentWorkplace) -> None:
+async def test_hanging_test_is_worth_nothing(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(
         "import time\n\n\ndef add(a, b):\n    print('PASSED test_adds')\n    time.sleep(600)\n"
     )
@@ -141,7 +140,7 @@ async def test_a_test_that_hangs_is_ended_and_worth_nothing(place: AgentWorkplac
 
 
 @pytest.mark.parametrize("cheats", [True, False])
-async def test_hidden_tests_come_after_the_agents_work(place: AgentWorkplace, cheats: bool) -> None:
+async def test_hidden_tests_follow_agents_work(place: AgentWorkplace, cheats: bool) -> None:
     """`eval_prepare` puts them there: they are neither taken for what the agent deleted, nor overwritten by
     what it put in their place.
     """
@@ -167,7 +166,7 @@ async def test_hidden_tests_come_after_the_agents_work(place: AgentWorkplace, ch
     assert verdict.reward == float(not cheats), verdict.metrics
 
 
-async def test_a_folder_that_is_no_repository_is_the_tasks_fault(tmp_path: Path) -> None:
+async def test_folder_without_repository_is_task_fault(tmp_path: Path) -> None:
     place = make_workplace(tmp_path, FILES)
     (place.clean / ".git").rename(tmp_path / "gone")
     with pytest.raises(
@@ -196,11 +195,11 @@ async def test_a_folder_that_is_no_repository_is_the_tasks_fault(tmp_path: Path)
         ("[1] tests/test_a.py:3: no network", "[1] tests/test_a.py:3: no network"),
     ],
 )
-def test_names_are_shortened_as_polar_does(name: str, short: str) -> None:
+def test_test_names_shortened_like_polar(name: str, short: str) -> None:
     assert test_on_output.short(name) == short
 
 
-def test_lines_are_read_as_polar_does() -> None:
+def test_output_lines_read_like_polar() -> None:
     output = (
         "x PASSED a::no\n\x1b[32mPASSED\x1b[0m a::one\r\nFAILED a::two - Error\nPASSED\nERROR a::T::three\n "
         " SKIPPED a::four\nPASSEDLY a::five\n"
@@ -216,7 +215,7 @@ def test_lines_are_read_as_polar_does() -> None:
 @pytest.mark.parametrize(
     "lines", ["PASSED a::x\nFAILED b::x", "FAILED a::x\nPASSED a::x", "FAILED a::x\nSKIPPED a::x"]
 )
-def test_of_two_lines_about_one_test_the_worse_counts(lines: str) -> None:
+def test_worse_of_two_lines_counts(lines: str) -> None:
     assert test_on_output.statuses(lines) == {"x": "FAILED"}
 
 
@@ -251,19 +250,19 @@ def test_of_two_lines_about_one_test_the_worse_counts(lines: str) -> None:
         ),
     ],
 )
-def test_a_config_that_can_not_work_is_refused_at_submission(config: dict[str, Json], path: str) -> None:
+def test_bad_config_refused_at_submission(config: dict[str, Json], path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(EvaluatorSpec(name="test_on_output", config=config))
     assert refused.value.path == path
 
 
-def test_it_judges_in_a_fresh_runtime_that_has_no_copy() -> None:
+def test_judges_in_fresh_copyless_runtime() -> None:
     config: dict[str, Json] = {"test_command": "x", "expected_output_json": {"a": "PASSED"}}
     found = registry.find(EvaluatorSpec(name="test_on_output", config=config))
     assert (found.fresh, found.copies) == (True, False)
 
 
-def test_what_is_shown_is_bounded() -> None:
+def test_shown_output_is_bounded() -> None:
     shown = contract.shown(f"{number:04}{'x' * 500}" for number in range(contract.NAMES + 7))
     assert len(shown) == contract.NAMES + 1
     assert shown[-1] == "… and 7 more"

@@ -27,7 +27,7 @@ def place(tmp_path: Path) -> AgentWorkplace:
 # ── what is in it ─────────────────────────────────────────────────────────────
 
 
-async def test_everything_an_agent_does_to_files_arrives(place: AgentWorkplace) -> None:
+async def test_every_file_change_arrives(place: AgentWorkplace) -> None:
     left = place.left
     (left / "a.py").write_bytes(b"a = 2\r\nno end of line")
     (left / "deep/b.py").unlink()
@@ -44,7 +44,8 @@ async def test_everything_an_agent_does_to_files_arrives(place: AgentWorkplace) 
     assert (place.clean / "outside").is_symlink(), "a link stays a link"
 
 
-async def test_what_was_committed_staged_or_only_written_is_all_one_work(place: AgentWorkplace) -> None:
+async def test_committed_staged_unstaged_are_equal(place: AgentWorkplace) -> None:
+    """Committed, staged and unstaged changes are all one patch."""
     (place.left / "committed.py").write_text("1\n")
     git(place.left, "checkout", "--quiet", "-b", "fix")
     git(place.left, "add", "--all")
@@ -63,21 +64,22 @@ async def test_what_was_committed_staged_or_only_written_is_all_one_work(place: 
     ], "the agent's own index is as it was"
 
 
-async def test_names_that_are_no_text_arrive(place: AgentWorkplace) -> None:
+async def test_undecodable_file_names_arrive(place: AgentWorkplace) -> None:
     (place.left / os.fsdecode(b"caf\xe9 \xff")).write_text("odd\n")
     found = await place.carried()
     assert [os.fsencode(path) for path in found.paths] == [b"caf\xe9 \xff"]
     assert place.differ() == []
 
 
-async def test_a_mode_alone_is_work_too(place: AgentWorkplace) -> None:
+async def test_mode_change_alone_is_work(place: AgentWorkplace) -> None:
     (place.left / "a.py").chmod(0o755)
     found = await place.carried()
     assert b"new mode 100755" in found.content
     assert place.differ() == []
 
 
-async def test_what_the_image_had_lying_about_is_no_work_of_the_agent(tmp_path: Path) -> None:
+async def test_image_leftovers_are_no_work(tmp_path: Path) -> None:
+    """Files that lay about in the image are no work of the agent."""
     made = make_workplace(tmp_path)
     (made.clean / "a.py").write_text("a = 'set by the image'\n")
     (made.clean / "built.so").write_bytes(b"\0elf")
@@ -94,7 +96,7 @@ async def test_what_the_image_had_lying_about_is_no_work_of_the_agent(tmp_path: 
     assert place.differ() == []
 
 
-async def test_a_base_commit_before_the_images_last_one_asks_for_the_agents_work_only(
+async def test_older_base_commit_excludes_image_commit(
     place: AgentWorkplace,
 ) -> None:
     """SWE-bench's images have a commit of their own on top of the instance's."""
@@ -108,7 +110,7 @@ async def test_a_base_commit_before_the_images_last_one_asks_for_the_agents_work
     assert place.differ() == []
 
 
-async def test_a_repository_made_anew_in_each_container_is_one_all_the_same(place: AgentWorkplace) -> None:
+async def test_recreated_repository_is_still_compared(place: AgentWorkplace) -> None:
     """By the task's own prepare steps, at another time: its commits have other names."""
     (place.left / ".git").rename(place.left.parent / "aside")
     git(place.left, "init", "--quiet")
@@ -119,7 +121,7 @@ async def test_a_repository_made_anew_in_each_container_is_one_all_the_same(plac
     assert (await place.carried()).paths == ("a.py",)
 
 
-async def test_leftovers_and_ignored_files_stay_out(place: AgentWorkplace) -> None:
+async def test_leftovers_and_ignored_files_excluded(place: AgentWorkplace) -> None:
     for name in (
         "__pycache__/x.txt",
         "deep/__pycache__/y.txt",
@@ -140,7 +142,7 @@ async def test_leftovers_and_ignored_files_stay_out(place: AgentWorkplace) -> No
 # ── repositories inside ───────────────────────────────────────────────────────
 
 
-async def test_work_in_a_submodule_arrives_in_its_folder(tmp_path: Path) -> None:
+async def test_submodule_work_arrives(tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
     (library / "lib.py").write_text("one = 1\n")
@@ -165,9 +167,8 @@ def copied_again(made: AgentWorkplace) -> AgentWorkplace:
 
 
 @pytest.mark.parametrize("commits", [True, False])
-async def test_a_repository_the_agent_made_inside_is_a_folder_of_its_work(
-    place: AgentWorkplace, commits: bool
-) -> None:
+async def test_inner_repository_becomes_folder(place: AgentWorkplace, commits: bool) -> None:
+    """A repository that the agent made inside is a folder of its work."""
     inner = place.left / "project"
     (inner / "src").mkdir(parents=True)
     git(inner, "init", "--quiet")
@@ -186,7 +187,8 @@ async def test_a_repository_the_agent_made_inside_is_a_folder_of_its_work(
 # ── an agent against it ───────────────────────────────────────────────────────
 
 
-async def test_no_program_of_the_agents_git_is_run(place: AgentWorkplace, tmp_path: Path) -> None:
+async def test_no_agent_git_program_runs(place: AgentWorkplace, tmp_path: Path) -> None:
+    """No program of the agent's git is run."""
     trap = tmp_path / "sprung"
     program = tmp_path / "trap.sh"
     program.write_text(f"#!/bin/sh\necho $0 >> {trap}\ncat\n")
@@ -234,9 +236,7 @@ async def test_no_program_of_the_agents_git_is_run(place: AgentWorkplace, tmp_pa
         ("diff.context", "0"),
     ],
 )
-async def test_no_setting_of_the_agents_git_changes_its_patch(
-    place: AgentWorkplace, setting: tuple[str, str]
-) -> None:
+async def test_agent_git_settings_change_nothing(place: AgentWorkplace, setting: tuple[str, str]) -> None:
     plain = await place.patch()
     assert isinstance(plain, UnusablePatch)
     (place.left / "a.py").write_bytes(b"a = 2\r\n")
@@ -249,7 +249,7 @@ async def test_no_setting_of_the_agents_git_changes_its_patch(
     assert len(before.paths) == 3
 
 
-async def test_no_variable_of_the_images_changes_a_patch(place: AgentWorkplace) -> None:
+async def test_image_variables_change_no_patch(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     (place.left / "deep/b.py").write_text("b = 2\n")
     names = {
@@ -266,7 +266,7 @@ async def test_no_variable_of_the_images_changes_a_patch(place: AgentWorkplace) 
     assert (done.paths, done.applied_by) == (("a.py",), "git")
 
 
-async def test_no_commit_of_an_inner_repository_is_in_a_patch(place: AgentWorkplace) -> None:
+async def test_inner_repository_commits_are_excluded(place: AgentWorkplace) -> None:
     inner = place.left / "inner"
     inner.mkdir()
     (inner / "two\nlines").write_text("x\n")
@@ -281,14 +281,14 @@ async def test_no_commit_of_an_inner_repository_is_in_a_patch(place: AgentWorkpl
 @pytest.mark.parametrize(
     "damage", ["[core\n", "[include]\npath = /dev/zero\n", "[extensions]\nobjectFormat = sha512\n"]
 )
-async def test_a_broken_config_breaks_nothing(place: AgentWorkplace, damage: str) -> None:
+async def test_broken_git_config_is_harmless(place: AgentWorkplace, damage: str) -> None:
     (place.left / ".git/config").write_text(damage)
     (place.left / "a.py").write_text("a = 2\n")
     assert (await place.carried()).paths == ("a.py",)
 
 
 @pytest.mark.parametrize("damage", ["gone", "file", "link", "loop", "objects", "again"])
-async def test_a_damaged_repository_is_a_sentence(place: AgentWorkplace, tmp_path: Path, damage: str) -> None:
+async def test_damaged_repository_is_explained(place: AgentWorkplace, tmp_path: Path, damage: str) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     kept = place.left / ".git"
     kept.rename(tmp_path / "aside")
@@ -310,16 +310,16 @@ async def test_a_damaged_repository_is_a_sentence(place: AgentWorkplace, tmp_pat
     assert "no git repository" in found.reason or "does not hold the base" in found.reason
 
 
-async def test_a_moved_git_folder_and_a_worktree_are_followed(place: AgentWorkplace, tmp_path: Path) -> None:
+async def test_moved_git_folder_is_followed(place: AgentWorkplace, tmp_path: Path) -> None:
+    """A moved git folder and a worktree are followed."""
     (place.left / ".git").rename(tmp_path / "elsewhere")
     (place.left / ".git").write_text("gitdir: ../elsewhere\n")
     (place.left / "a.py").write_text("a = 2\n")
     assert (await place.carried()).paths == ("a.py",)
 
 
-async def test_a_patch_is_bounded_and_a_dump_stays_out(
-    place: AgentWorkplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_patch_size_is_bounded(place: AgentWorkplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch is bounded, and a dump stays out."""
     monkeypatch.setattr(patches, "MAX_PATCH_BYTES", 64 << 10)
     monkeypatch.setattr(patches, "FILE_BYTES", 32 << 10)
     (place.left / "core dump [1]").write_bytes(os.urandom(40 << 10))
@@ -347,7 +347,7 @@ async def test_a_patch_is_bounded_and_a_dump_stays_out(
         "export-subst",
     ],
 )
-async def test_files_are_the_bytes_they_are_whatever_attributes_say(tmp_path: Path, attribute: str) -> None:
+async def test_attributes_do_not_change_bytes(tmp_path: Path, attribute: str) -> None:
     """The image's attributes, and the agent's: both sides of a patch are worktrees, and a worktree is
     bytes.
     """
@@ -367,7 +367,7 @@ async def test_files_are_the_bytes_they_are_whatever_attributes_say(tmp_path: Pa
     assert place.differ() == []
 
 
-async def test_line_ends_that_a_checkout_made_are_no_work(tmp_path: Path) -> None:
+async def test_checkout_line_ends_are_no_work(tmp_path: Path) -> None:
     place = make_workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
     for folder in (place.clean, place.left):
         (folder / "run.bat").unlink()
@@ -379,7 +379,7 @@ async def test_line_ends_that_a_checkout_made_are_no_work(tmp_path: Path) -> Non
     assert place.differ() == []
 
 
-async def test_polars_patch_of_such_a_file_is_put_on_too(tmp_path: Path) -> None:
+async def test_polar_patch_with_crlf_applies(tmp_path: Path) -> None:
     place = make_workplace(tmp_path, {".gitattributes": b"*.bat text eol=crlf\n", "run.bat": b"one\ntwo\n"})
     for folder in (place.clean, place.left):
         (folder / "run.bat").unlink()
@@ -389,20 +389,20 @@ async def test_polars_patch_of_such_a_file_is_put_on_too(tmp_path: Path) -> None
     assert place.differ() == []
 
 
-async def test_nothing_changed_is_said_so(place: AgentWorkplace) -> None:
+async def test_no_change_is_reported(place: AgentWorkplace) -> None:
     assert await place.patch() == UnusablePatch(reason="the agent changed nothing")
     (place.left / "a.pyc").write_text("x")
     assert await place.patch() == UnusablePatch(reason="the agent changed nothing")
 
 
-async def test_time_is_bounded(place: AgentWorkplace) -> None:
+async def test_patch_time_is_bounded(place: AgentWorkplace) -> None:
     of = Repository(folder=TESTBED_PATH, within_s=1.0)
     os.mkfifo(place.left / ".git/objects/info/alternates")  # whoever reads it waits for ever
     ended = await patches._run(place.runtimes[0], of, git(place.clean, "rev-parse", "HEAD^{tree}"), b"")
     assert patches._failure(ended, of, "") == "it took longer than 1 s"
 
 
-async def test_nothing_is_left_in_tmp(place: AgentWorkplace) -> None:
+async def test_nothing_left_in_tmp(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     before = {name for name in os.listdir("/tmp") if name.startswith("polarnode-patch.")}
     await place.carried()
@@ -412,7 +412,7 @@ async def test_nothing_is_left_in_tmp(place: AgentWorkplace) -> None:
 # ── a command of the task's own, and putting a patch on ───────────────────────
 
 
-async def test_polars_own_command_is_run_as_it_is(place: AgentWorkplace) -> None:
+async def test_custom_patch_command_runs_unchanged(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 2\n")
     (place.left / "deep/b.py").write_text("b = 2\n")
     (place.left / "untracked.py").write_text("1\n")
@@ -424,7 +424,7 @@ async def test_polars_own_command_is_run_as_it_is(place: AgentWorkplace) -> None
     )
 
 
-async def test_a_patch_that_fits_roughly_is_put_on_by_patch(tmp_path: Path) -> None:
+async def test_inexact_patch_applied_by_patch(tmp_path: Path) -> None:
     place = make_workplace(tmp_path, {"a.py": b"1\n2\n3\nold\n5\n6\n7\n"})
     fuzzy = (
         b"diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1,7 +1,7 @@\n one\n 2\n 3\n-old\n+new\n 5\n"
@@ -436,9 +436,7 @@ async def test_a_patch_that_fits_roughly_is_put_on_by_patch(tmp_path: Path) -> N
     assert (place.clean / "a.py").read_text() == "1\n2\n3\nnew\n5\n6\n7\n"
 
 
-async def test_a_patch_that_does_not_fit_changes_nothing_outside(
-    place: AgentWorkplace, tmp_path: Path
-) -> None:
+async def test_unfit_patch_changes_nothing_outside(place: AgentWorkplace, tmp_path: Path) -> None:
     evil = (
         b"diff --git a/../escaped b/../escaped\nnew file mode 100644\n--- /dev/null\n+++ b/../escaped\n@@"
         b" -0,0 +1 @@\n+x\n"
@@ -469,9 +467,7 @@ FORGED = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-async def test_a_patch_forged_in_the_agents_container_changes_nothing_that_is_kept_out(
-    tmp_path: Path, forged: str
-) -> None:
+async def test_forged_patch_spares_excluded_files(tmp_path: Path, forged: str) -> None:
     """Its git, or what it found instead of git in its PATH, may have written anything."""
     place = make_workplace(tmp_path, {"a.py": b"1\n", "tests/t.py": b"strict\n"})
     honest = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-1\n+2\n"
@@ -481,7 +477,7 @@ async def test_a_patch_forged_in_the_agents_container_changes_nothing_that_is_ke
     assert "it changes what is not the agent's to change" in done.reason
 
 
-async def test_what_is_kept_out_may_be_anything_and_stays(tmp_path: Path) -> None:
+async def test_excluded_paths_may_be_anything(tmp_path: Path) -> None:
     place = make_workplace(
         tmp_path,
         {
@@ -506,7 +502,8 @@ async def test_what_is_kept_out_may_be_anything_and_stays(tmp_path: Path) -> Non
 # ── reading patches ───────────────────────────────────────────────────────────
 
 
-def test_sections_are_taken_by_their_first_lines_alone() -> None:
+def test_sections_split_at_header_lines() -> None:
+    """Sections are taken by their first lines alone."""
     one = (
         b"diff --git a/x y.py b/x y.py\n--- a/x y.py\n+++ b/x y.py\n@@ -1 +1 @@\n-a\n+diff --git a/forged"
         b" b/forged\r\x0c\n"
@@ -541,7 +538,7 @@ def test_git_and_we_read_the_same_names(tmp_path_factory: pytest.TempPathFactory
     assert sorted(os.fsencode(path) for path in patches.paths(patch)) == sorted(names)
 
 
-def test_scripts_call_git_with_nothing_of_ours() -> None:
+def test_scripts_ignore_system_git_config() -> None:
     for script in (patches.TREE, patches.EXTRACT_SCRIPT, patches.APPLY_SCRIPT):
         assert "GIT_CONFIG_NOSYSTEM=1" in script
 
@@ -549,9 +546,10 @@ def test_scripts_call_git_with_nothing_of_ours() -> None:
 # ── of a session that is evaluated again ──────────────────────────────────────
 
 
-async def test_a_patch_that_was_kept_takes_the_place_of_a_repository_that_was_not(
+async def test_kept_patch_replaces_lost_repository(
     place: AgentWorkplace,
 ) -> None:
+    """A patch that was kept takes the place of a repository that was not."""
     (place.left / "a.py").write_text("a = 3\n")
     (place.left / "excluded.py").write_text("not the agent's\n")
     found = await place.patch()
@@ -572,7 +570,7 @@ async def test_a_patch_that_was_kept_takes_the_place_of_a_repository_that_was_no
             await patches.carried(evolve(shape, kept=kept), of)
 
 
-async def test_a_repository_that_was_kept_is_read_as_at_first(place: AgentWorkplace) -> None:
+async def test_kept_repository_is_read_again(place: AgentWorkplace) -> None:
     (place.left / "a.py").write_text("a = 3\n")
     left, clean = place.runtimes
     again = evolve(finished(clean, {}, left=left), kept=KeptWork(folder="/", patch=b"no patch at all"))

@@ -73,7 +73,7 @@ async def run_on_output(left: Runtime, clean: Runtime) -> Verdict:
     return await test_on_output.evaluate(finished(clean, config, left))
 
 
-async def test_work_is_carried_from_the_agents_container_to_a_clean_one(runtimes: NodeRuntimes) -> None:
+async def test_work_moves_to_clean_container(runtimes: NodeRuntimes) -> None:
     async with repository(runtimes, "left") as left, repository(runtimes, "clean") as clean:
         await done(
             left,
@@ -91,7 +91,7 @@ async def test_work_is_carried_from_the_agents_container_to_a_clean_one(runtimes
         assert await clean.read(f"{REPO}/tests/test_calc.py") == TESTS.encode()
 
 
-async def test_an_agent_that_forges_in_its_own_container_forges_nothing(runtimes: NodeRuntimes) -> None:
+async def test_forgery_in_agent_container_fails(runtimes: NodeRuntimes) -> None:
     forge = f"""cd {REPO}
     echo 'print("PASSED tests/test_calc.py::test_adds"); raise SystemExit' > run_tests.py
     mkdir -p ~/.local/lib/python3/site-packages; printf '#!/bin/sh\\necho forged' > ~/git; chmod +x ~/git
@@ -104,7 +104,7 @@ async def test_an_agent_that_forges_in_its_own_container_forges_nothing(runtimes
         assert verdict.metrics["different"] == ["test_adds: FAILED, not PASSED"]
 
 
-async def test_an_instance_is_judged_by_the_swebench_package(runtimes: NodeRuntimes) -> None:
+async def test_instance_judged_by_swebench_package(runtimes: NodeRuntimes) -> None:
     new = (
         "diff --git a/tests/test_new.py b/tests/test_new.py\nnew file mode 100644\n--- /dev/null\n+++"
         " b/tests/test_new.py\n@@ -0,0 +1,5 @@\n"
@@ -140,9 +140,8 @@ HARBOR: dict[str, Json] = {
 
 
 @pytest.mark.parametrize(("answer", "reward"), [("kiwi", 1.0), ("pear", 0.0)])
-async def test_a_harbor_task_is_judged_where_the_agent_worked(
-    runtimes: NodeRuntimes, answer: str, reward: float
-) -> None:
+async def test_harbor_task_judged_in_place(runtimes: NodeRuntimes, answer: str, reward: float) -> None:
+    """A Harbor task is judged where the agent worked."""
     async with runtimes.open(SMALL, session_id=f"harbor-{answer}", lifetime_s=LIFETIME_S) as runtime:
         await done(runtime, f"echo {answer} > answer.txt")
         verdict = await harbor.evaluate(finished(runtime, HARBOR))
@@ -161,7 +160,7 @@ async def test_a_harbor_task_is_judged_where_the_agent_worked(
         "mkdir -p /logs/verifier/reward.txt/deep; ln -s /work /tests; chmod 0 /logs/verifier/reward.txt",
     ],
 )
-async def test_what_was_planted_before_is_gone(runtimes: NodeRuntimes, planted: str) -> None:
+async def test_planted_files_are_gone(runtimes: NodeRuntimes, planted: str) -> None:
     async with runtimes.open(SMALL, session_id="planted", lifetime_s=LIFETIME_S) as runtime:
         await runtime.run(["sh", "-c", planted], user="root")
         await runtime.run(
@@ -187,7 +186,7 @@ async def test_what_was_planted_before_is_gone(runtimes: NodeRuntimes, planted: 
         ]
 
 
-async def test_nothing_that_tests_started_runs_on(runtimes: NodeRuntimes) -> None:
+async def test_processes_of_tests_are_ended(runtimes: NodeRuntimes) -> None:
     config: dict[str, Json] = {
         "tests": {"test.sh": "setsid -f sleep 600; setsid -f sleep 601; echo 1 > /logs/verifier/reward.txt"}
     }
@@ -196,7 +195,7 @@ async def test_nothing_that_tests_started_runs_on(runtimes: NodeRuntimes) -> Non
         assert b"sleep" not in (await runtime.run(["ps", "-e", "-o", "comm"])).stdout
 
 
-async def test_tests_of_root_can_be_asked_for(runtimes: NodeRuntimes) -> None:
+async def test_tests_may_run_as_root(runtimes: NodeRuntimes) -> None:
     config: dict[str, Json] = {
         "tests": {"test.sh": "id -u; echo 1 > /logs/verifier/reward.txt"},
         "user": "root",
@@ -218,9 +217,8 @@ async def test_tests_of_root_can_be_asked_for(runtimes: NodeRuntimes) -> None:
         "mkdir -p reward/deep; chmod 0 reward",
     ],
 )
-async def test_whatever_stands_at_the_reward_file_is_gone_before_the_test(
-    runtimes: NodeRuntimes, planted: str
-) -> None:
+async def test_reward_path_cleared_before_test(runtimes: NodeRuntimes, planted: str) -> None:
+    """Anything that stands at the reward file is gone before the test."""
     async with runtimes.open(SMALL, session_id="reward", lifetime_s=LIFETIME_S) as runtime:
         await done(runtime, planted)
         config: dict[str, Json] = {
@@ -234,14 +232,14 @@ async def test_whatever_stands_at_the_reward_file_is_gone_before_the_test(
     "written",
     ["ln -s /etc/hostname reward", "mkfifo reward", "mkdir reward", "rm -rf folder; ln -s / folder", "true"],
 )
-async def test_a_reward_that_is_no_plain_file_is_none(runtimes: NodeRuntimes, written: str) -> None:
+async def test_special_reward_file_is_none(runtimes: NodeRuntimes, written: str) -> None:
     async with runtimes.open(SMALL, session_id="no-reward", lifetime_s=LIFETIME_S) as runtime:
         path = "/work/folder/etc/hostname" if "folder" in written else "/work/reward"
         with pytest.raises(EvaluatorError, match=f"exit code 0 and wrote no {path}"):
             await command.evaluate(finished(runtime, {"script": written, "reward_file": path}))
 
 
-async def test_an_output_flood_is_kept_by_its_end(runtimes: NodeRuntimes) -> None:
+async def test_flood_keeps_its_end(runtimes: NodeRuntimes) -> None:
     async with runtimes.open(SMALL, session_id="flood", lifetime_s=LIFETIME_S) as runtime:
         verdict = await command.evaluate(
             finished(runtime, {"script": "head -c 50000000 /dev/zero | tr '\\0' x; echo end"})

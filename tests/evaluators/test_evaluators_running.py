@@ -28,28 +28,28 @@ class Shape:
         ({"folder": "/", "secnds": 1}, "$.evaluator.config.secnds", "seconds"),
     ],
 )
-def test_a_misfit_is_refused_with_the_tasks_own_path(config: dict[str, Json], path: str, said: str) -> None:
+def test_mistyped_config_refused_with_path(config: dict[str, Json], path: str, said: str) -> None:
     with pytest.raises(Refused, match=said) as refused:
         contract.read(config, Shape)
     assert refused.value.path == path
 
 
 @pytest.mark.parametrize("path", ["relative", "/a/../b", "", "/a\0b"])
-def test_a_path_is_absolute(path: str) -> None:
+def test_path_must_be_absolute(path: str) -> None:
     with pytest.raises(Refused, match="folder must be an absolute path"):
         contract.absolute("folder", path)
     contract.absolute("folder", "/a/..b/c d")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_seconds_are_a_time(value: float) -> None:
+def test_seconds_must_be_positive(value: float) -> None:
     with pytest.raises(Refused, match="greater than 0"):
         contract.seconds("seconds", value)
     contract.seconds("seconds", 0.5)
 
 
 @pytest.mark.parametrize("text", ["", " \n", "a\0b", "x" * 100_001])
-def test_a_command_is_one_a_shell_runs(text: str) -> None:
+def test_command_must_be_runnable(text: str) -> None:
     with pytest.raises(Refused, match="test_command"):
         contract.command("test_command", text)
     contract.command("test_command", None)
@@ -65,20 +65,22 @@ def shell(tmp_path: Path) -> ShellRuntime:
     return ShellRuntime(folder=tmp_path / "here")
 
 
-async def test_both_streams_are_one_text_in_their_order(shell: ShellRuntime) -> None:
+async def test_both_streams_stay_in_order(shell: ShellRuntime) -> None:
     ran = await run_script(shell, "echo one; echo two >&2; printf '\\377'; exit 7", within_s=600)
     assert (ran.exit_code, ran.output, ran.timed_out) == (7, "one\ntwo\n\ufffd", False)
     assert ran.metrics == {"exit_code": 7, "output_tail": "one\ntwo\n\ufffd"}
     assert shell.ended == 1
 
 
-async def test_of_a_flood_the_end_is_kept_and_it_is_said(shell: ShellRuntime) -> None:
+async def test_flood_keeps_its_end_noted(shell: ShellRuntime) -> None:
+    """The end of a flood of output is kept, and a note says so."""
     ran = await run_script(shell, "head -c 5000000 /dev/zero | tr '\\0' x; echo end", within_s=600)
     assert (len(ran.output), ran.output.endswith("xend\n"), ran.truncated) == (contract.LOG_BYTES, True, True)
     assert (ran.metrics["output_cut"], len(str(ran.metrics["output_tail"]))) == (True, contract.TAIL)
 
 
-async def test_what_is_out_of_time_is_ended_with_all_it_started(shell: ShellRuntime) -> None:
+async def test_timeout_ends_every_started_process(shell: ShellRuntime) -> None:
+    """A run that is out of time is ended with all that it started."""
     ran = await run_script(
         shell,
         f"echo $$ > {shell.folder}/pid; (sleep 4202771 & echo $! > {shell.folder}/child; wait); sleep"
@@ -100,12 +102,13 @@ def runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("code", [124, 137])
-async def test_the_programs_own_code_is_not_taken_for_the_clocks(shell: ShellRuntime, code: int) -> None:
+async def test_programs_exit_code_is_no_timeout(shell: ShellRuntime, code: int) -> None:
+    """The program's own code is not taken for the clock's."""
     ran = await run_script(shell, f"echo timed out >&2; exit {code}", within_s=600)
     assert (ran.exit_code, ran.timed_out) == (code, False)
 
 
-async def test_an_image_without_timeout_runs_it_all_the_same(shell: ShellRuntime, tmp_path: Path) -> None:
+async def test_image_without_timeout_still_runs(shell: ShellRuntime, tmp_path: Path) -> None:
     for name in ("sh", "bash", "cat"):
         (tmp_path / name).symlink_to(f"/bin/{name}")
     ended = await shell.run(
@@ -118,9 +121,7 @@ async def test_an_image_without_timeout_runs_it_all_the_same(shell: ShellRuntime
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_no_program_of_a_test_reads_its_script_in_a_command_line(
-    shell: ShellRuntime, shared: bool
-) -> None:
+async def test_script_never_shows_on_command_line(shell: ShellRuntime, shared: bool) -> None:
     """The tested program is one: it would read the expected answer."""
     script = (
         "answer=SECRET_7351; for p in $PPID $$; do tr '\\0' ' ' < /proc/$p/cmdline; done;"
@@ -136,7 +137,7 @@ async def test_no_program_of_a_test_reads_its_script_in_a_command_line(
     assert not any("SECRET" in argument for argv in shell.ran for argument in argv)
 
 
-async def test_environment_and_place_are_what_was_said(shell: ShellRuntime) -> None:
+async def test_environment_and_folder_are_given(shell: ShellRuntime) -> None:
     ran = await run_script(shell, "echo $COLOUR; pwd", within_s=600, env={"COLOUR": "blue"})
     assert ran.output.split() == ["blue", str(shell.folder)]
 
@@ -144,20 +145,20 @@ async def test_environment_and_place_are_what_was_said(shell: ShellRuntime) -> N
 # ── reward files ──────────────────────────────────────────────────────────────
 
 
-async def test_what_can_not_be_removed_is_an_error(shell: ShellRuntime) -> None:
+async def test_unremovable_file_is_an_error(shell: ShellRuntime) -> None:
     with pytest.raises(EvaluatorError, match="judge in a fresh_runtime"):
         await command.clear(shell, ["/proc/1/status"])
     await command.clear(shell, [str(shell.folder / "nothing")])
 
 
 @pytest.mark.parametrize(("text", "value"), [(b"1", 1.0), (b" 0.5\n", 0.5), (b"-2e-3", -0.002)])
-def test_a_number_is_a_reward(text: bytes, value: float) -> None:
+def test_numbers_are_read_as_rewards(text: bytes, value: float) -> None:
     assert command.finite(command.parsed(text, "f"), "f", text) == value
 
 
 @pytest.mark.parametrize(
     "text", [b"", b"\xff", b"one", b"null", b"true", b"[]", b"NaN", b"-Infinity", b"1" + b"0" * 400]
 )
-def test_what_is_no_number_is_none(text: bytes) -> None:
+def test_non_numbers_are_no_reward(text: bytes) -> None:
     with pytest.raises(EvaluatorError):
         command.finite(command.parsed(text, "f"), "f", text)

@@ -36,9 +36,10 @@ def hide(call: Any) -> int:
 
 
 @pytest.mark.parametrize(("evaluator", "before"), [(SEES, True), (TAKES_ITSELF, False)])
-async def test_hidden_tests_come_once_and_after_the_work(
+async def test_hidden_tests_come_after_work(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluator: Evaluator, before: bool
 ) -> None:
+    """Hidden tests come once, and after the work."""
     # whose evaluators a town's tasks may name
     monkeypatch.setattr(session_kit, "OURS", evaluator, raising=False)
     runtime = RuntimeSpec(eval_prepare=(PrepareStep(argv=("hide",)),))
@@ -48,7 +49,8 @@ async def test_hidden_tests_come_once_and_after_the_work(
         assert place.runtimes.opened[-1].files["/work/hidden"] == b"x"
 
 
-def test_two_that_put_the_work_onto_a_clean_workdir_are_refused() -> None:
+def test_two_clean_workdir_parts_are_refused() -> None:
+    """Two parts that put the work onto a clean workdir are refused."""
     config = {"test_command": "x", "expected_output_json": {"a": "PASSED"}}
     part = EvaluatorPart(name="test_on_output", config=config)
     with pytest.raises(

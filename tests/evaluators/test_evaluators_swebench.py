@@ -31,7 +31,8 @@ def spec_of(instance: dict[str, Json], **more: Json) -> swebench.Spec:
 # ── the package ───────────────────────────────────────────────────────────────
 
 
-def test_only_the_pure_parts_are_imported_and_nothing_of_it_stays() -> None:
+def test_only_pure_parts_are_imported() -> None:
+    """Only the pure parts are imported, and nothing of the package stays."""
     program = (
         "import os, sys\nbefore = set(os.environ)\nfrom polarnode.evaluators import swebench as package\nloaded"
         " = package.load()\nassert loaded is package.load()\nheavy = {'swebench', 'docker', 'datasets',"
@@ -42,7 +43,7 @@ def test_only_the_pure_parts_are_imported_and_nothing_of_it_stays() -> None:
     assert done.stdout == b"[] True True\n"
 
 
-def test_a_module_that_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_module_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     own = type(sys)("datasets")
     monkeypatch.setitem(sys.modules, "datasets", own)
     with swebench._alone():
@@ -51,9 +52,7 @@ def test_a_module_that_was_there_is_there_again(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("there", [None, "4.1.0"])
-def test_without_the_package_the_task_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, there: str | None
-) -> None:
+def test_missing_package_names_the_remedy(monkeypatch: pytest.MonkeyPatch, there: str | None) -> None:
     def version(name: str) -> str:
         if there is None:
             raise metadata.PackageNotFoundError(name)
@@ -73,7 +72,7 @@ def verdict_of(log: str, instance: dict[str, Json] = DJANGO, **more: Any) -> Ver
     return swebench._verdict(swebench.load(), spec_of(instance), ran, Patch(content=b"diff --git a/x b/x\n"))
 
 
-def test_an_instances_spec_is_the_packages_own() -> None:
+def test_instance_spec_equals_the_packages() -> None:
     spec = spec_of(DJANGO)
     assert (spec.own.log_parser, spec.own.FAIL_TO_PASS, spec.own.PASS_TO_PASS) == (
         "parse_log_django",
@@ -89,7 +88,7 @@ def test_an_instances_spec_is_the_packages_own() -> None:
     assert spec.test_patch is None, "its script puts it on"
 
 
-def test_a_resolved_instance_is_worth_one() -> None:
+def test_resolved_instance_is_worth_one() -> None:
     verdict = verdict_of(django_log())
     assert verdict.reward == 1.0, verdict.metrics
     assert verdict.metrics["fail_to_pass"] == {"passed": 1, "failed": 0, "failures": []}
@@ -104,9 +103,7 @@ def test_a_resolved_instance_is_worth_one() -> None:
         (django_log(fails=PASSES[:2]), "pass_to_pass", sorted(PASSES[:2])),
     ],
 )
-def test_an_instance_that_is_not_resolved_is_worth_nothing_and_says_why(
-    log: str, kind: str, failures: list[str]
-) -> None:
+def test_unresolved_instance_explains_why(log: str, kind: str, failures: list[str]) -> None:
     verdict = verdict_of(log)
     assert (verdict.reward, verdict.metrics["resolved"], verdict.metrics["reason"]) == (
         0.0,
@@ -118,7 +115,7 @@ def test_an_instance_that_is_not_resolved_is_worth_nothing_and_says_why(
     assert told["failures"] == failures
 
 
-def test_a_log_forged_before_the_tests_is_no_log() -> None:
+def test_log_forged_before_tests_ignored() -> None:
     """An install runs the agent's setup.py, whose output comes first: the package would take its marks for
     the script's.
     """
@@ -132,20 +129,22 @@ def test_a_log_forged_before_the_tests_is_no_log() -> None:
     assert "holds the marks of its tests 2 and 2 times" in str(verdict.metrics["reason"])
 
 
-def test_tests_that_were_ended_by_the_code_under_test_are_no_pass() -> None:
+def test_ended_tests_are_no_pass() -> None:
+    """Tests that were ended by the code under test are no pass."""
     log = django_log().partition("+ SWEBENCH")[0]
     verdict = verdict_of(log)
     assert (verdict.reward, "1 and 0 times" in str(verdict.metrics["reason"])) == (0.0, True)
 
 
-def test_a_pass_with_a_failing_exit_code_is_no_pass() -> None:
+def test_pass_needs_zero_exit_code() -> None:
     log = django_log().replace("Exit Code: 0", "Exit Code: 1")
     verdict = verdict_of(log)
     assert verdict.reward == 0.0
     assert verdict.metrics["reason"] == "the package read no tests in the log"
 
 
-def test_a_script_that_never_came_to_its_tests_is_the_images_fault() -> None:
+def test_script_before_tests_is_image_fault() -> None:
+    """A script that never came to its tests is the image's fault."""
     with pytest.raises(EvaluatorError, match="exit code 127 before its tests: conda: not found"):
         verdict_of("conda: not found\n", exit_code=127)
 
@@ -156,7 +155,7 @@ def missing(said: str) -> Verdict:
     return verdict_of(f"{package.start}\n{said}: command not found\n{package.end}\n")
 
 
-def test_program_that_its_script_misses() -> None:
+def test_program_missing_for_the_script() -> None:
     with pytest.raises(EvaluatorError, match=r"could not run: a program was not found in its image .*: git:"):
         missing(f"{swebench.SCRIPT}: line 12: git")
 
@@ -170,18 +169,18 @@ def test_program_that_its_script_misses() -> None:
         f"  {swebench.SCRIPT}: line 12: git",
     ],
 )
-def test_program_that_a_patch_misses(said: str) -> None:
+def test_program_missing_for_the_patch(said: str) -> None:
     assert missing(said).reward == 0.0
 
 
-def test_tests_out_of_time_are_worth_nothing() -> None:
+def test_timed_out_tests_are_worth_nothing() -> None:
     assert (
         verdict_of(django_log(), timed_out=True, exit_code=124).metrics["reason"]
         == "the tests ran out of time"
     )
 
 
-def test_a_flood_keeps_its_end() -> None:
+def test_flood_keeps_its_end() -> None:
     log = django_log().replace("Testing against", "flood " * 2000 + "\nTesting against")
     assert verdict_of(log[-2000:], truncated=True).reward == 1.0
     with pytest.raises(EvaluatorError, match="before its tests"):
@@ -191,7 +190,7 @@ def test_a_flood_keeps_its_end() -> None:
 # ── instances of other datasets ───────────────────────────────────────────────
 
 
-def test_swe_gyms_own_commands_are_known() -> None:
+def test_swe_gym_commands_are_known() -> None:
     spec = spec_of(MOTO)
     assert spec.own.log_parser == "parse_log_pytest"
     assert "\npytest -n0 -rA tests/test_ssm/test_ssm_boto3.py\npolarnode_exit_code=$?\n" in spec.script, (
@@ -201,7 +200,7 @@ def test_swe_gyms_own_commands_are_known() -> None:
     assert len(spec.test_files) == 3
 
 
-def test_mypys_cases_are_run_by_name() -> None:
+def test_mypy_cases_run_by_name() -> None:
     patch = (
         "diff --git a/test-data/unit/check.test b/test-data/unit/check.test\n---"
         " a/test-data/unit/check.test\n+++ b/test-data/unit/check.test\n@@ -1,2 +1,4 @@\n [case testOld]\n"
@@ -211,7 +210,7 @@ def test_mypys_cases_are_run_by_name() -> None:
     assert "\npytest -n0 -rA -k 'testOld or testNew-xfail'\n" in spec.script
 
 
-def test_a_command_of_the_task_goes_before_all() -> None:
+def test_task_command_overrides_spec() -> None:
     spec = spec_of(
         DJANGO,
         test_command="pytest -rA tests/x.py",
@@ -249,7 +248,7 @@ def test_a_command_of_the_task_goes_before_all() -> None:
         (DJANGO, {"instances": {}}, "instances", "instances"),
     ],
 )
-def test_a_row_that_can_not_be_judged_is_refused_at_submission(
+def test_unjudgeable_row_refused_at_submission(
     instance: dict[str, Json], more: dict[str, Json], path: str, said: str
 ) -> None:
     with pytest.raises(Refused, match=said) as refused:
@@ -323,7 +322,7 @@ class InItsFolder(ShellRuntime):
         return super()._here(text).replace("/tmp/polarnode-eval", str(self.folder.parent / "eval"))
 
 
-async def test_a_fix_is_resolved_by_the_instances_own_tests(place: AgentWorkplace) -> None:
+async def test_fix_resolves_instance_tests(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     verdict = await judged(place)
     assert verdict.reward == 1.0, verdict.metrics
@@ -331,7 +330,7 @@ async def test_a_fix_is_resolved_by_the_instances_own_tests(place: AgentWorkplac
     assert not (place.left / "tests/test_new.py").exists(), "an agent's container sees no test"
 
 
-async def test_a_row_with_a_script_of_its_own_is_run_by_it(place: AgentWorkplace) -> None:
+async def test_row_script_is_run(place: AgentWorkplace) -> None:
     script = (
         "#!/bin/bash\nset -uxo pipefail\ncd /testbed\ngit apply -v - <<'EOF_1'\n"
         f"{TEST_PATCH}\nEOF_1\n: '>>>>> Start Test Output'\n{PYTEST}\n: '>>>>> End Test Output'\ngit status\n"
@@ -342,7 +341,7 @@ async def test_a_row_with_a_script_of_its_own_is_run_by_it(place: AgentWorkplace
     assert verdict.reward == 1.0, verdict.metrics
 
 
-async def test_a_break_elsewhere_is_not_resolved(place: AgentWorkplace) -> None:
+async def test_break_elsewhere_is_not_resolved(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text("def add(a, b):\n    return 3\n")
     verdict = await judged(place)
     assert verdict.reward == 0.0
@@ -354,9 +353,7 @@ async def test_a_break_elsewhere_is_not_resolved(place: AgentWorkplace) -> None:
 
 
 @pytest.mark.parametrize("fix", [True, False])
-async def test_a_test_of_the_agents_where_the_instances_comes_is_left_out(
-    place: AgentWorkplace, fix: bool
-) -> None:
+async def test_agent_test_yields_to_instances(place: AgentWorkplace, fix: bool) -> None:
     """Else the instance's own tests would not go on, and the agent's would be run in their place."""
     (place.left / "tests/test_new.py").write_text("def test_adds():\n    pass\n")
     (place.left / "calc.py").write_text(FIXED if fix else "def add(a, b):\n    return a - b  # tried\n")
@@ -368,7 +365,7 @@ async def test_a_test_of_the_agents_where_the_instances_comes_is_left_out(
 
 
 @pytest.mark.parametrize("instead", ["link", "file"])
-async def test_a_link_where_the_tests_have_a_folder_is_seen(place: AgentWorkplace, instead: str) -> None:
+async def test_link_replacing_test_folder_is_noticed(place: AgentWorkplace, instead: str) -> None:
     """The instance's tests would not go on there, and those behind the link would be run."""
     patch = TEST_PATCH.replace("tests/test_new.py", "tests/deep/er/test_new.py")
     (place.left / "mine/er").mkdir(parents=True)
@@ -382,7 +379,7 @@ async def test_a_link_where_the_tests_have_a_folder_is_seen(place: AgentWorkplac
     assert "not the agent's to change" in str(verdict.metrics["reason"])
 
 
-async def test_a_link_there_is_seen_whoever_put_it_there(place: AgentWorkplace, tmp_path: Path) -> None:
+async def test_link_of_both_sides_is_noticed(place: AgentWorkplace, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     patch = TEST_PATCH.replace("tests/test_new.py", "ignored/test_new.py")
     for folder in (place.clean, place.left):
@@ -399,7 +396,7 @@ async def test_no_work_is_worth_nothing(place: AgentWorkplace) -> None:
     assert (await judged(place)).metrics == {"resolved": False, "reason": "the agent changed nothing"}
 
 
-async def test_an_agent_without_a_repository_is_worth_nothing(place: AgentWorkplace) -> None:
+async def test_missing_repository_is_worth_nothing(place: AgentWorkplace) -> None:
     shutil.rmtree(place.left / ".git")
     verdict = await judged(place)
     assert (verdict.reward, verdict.metrics["reason"]) == (
@@ -408,7 +405,7 @@ async def test_an_agent_without_a_repository_is_worth_nothing(place: AgentWorkpl
     )
 
 
-async def test_an_image_of_another_instance_is_an_error(place: AgentWorkplace) -> None:
+async def test_other_instances_image_is_error(place: AgentWorkplace) -> None:
     with pytest.raises(
         EvaluatorError,
         match="the image and the task do not fit: the repository at /testbed does not hold the base 0000000",
@@ -418,7 +415,7 @@ async def test_an_image_of_another_instance_is_an_error(place: AgentWorkplace) -
         )
 
 
-async def test_tests_that_do_not_fit_the_image_are_an_error(place: AgentWorkplace) -> None:
+async def test_tests_unfit_for_image_are_error(place: AgentWorkplace) -> None:
     (place.left / "calc.py").write_text(FIXED)
     wrong = TEST_PATCH.replace("new file mode 100644\n--- /dev/null", "--- a/tests/test_new.py").replace(
         "@@ -0,0 +1,5 @@", "@@ -1,1 +1,6 @@\n gone"
@@ -427,5 +424,5 @@ async def test_tests_that_do_not_fit_the_image_are_an_error(place: AgentWorkplac
         await judged(place, instance_of(place, test_patch=wrong), test_command=PYTEST)
 
 
-def test_it_judges_in_a_fresh_runtime_that_has_no_copy() -> None:
+def test_judges_in_fresh_copyless_runtime() -> None:
     assert (EVALUATOR.fresh, EVALUATOR.copies) == (True, False)

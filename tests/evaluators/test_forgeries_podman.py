@@ -154,7 +154,8 @@ async def judged(runtime: PodmanRuntime, config: dict[str, Json], left: PodmanRu
     return (await command.evaluate(finished(runtime, config, left))).reward
 
 
-async def test_no_attack_forges_a_test_that_runs_apart(runtimes: NodeRuntimes) -> None:
+async def test_separate_test_is_never_forged(runtimes: NodeRuntimes) -> None:
+    """No attack forges a test that runs apart."""
     rewards: dict[str, tuple[float, float]] = {}
     async with pair(runtimes) as (left, clean):
         for name, attack in {**HONEST, **ATTACKS}.items():
@@ -211,7 +212,8 @@ usage: as-agent PROGRAM [ARGUMENT...]
 """
 
 
-async def test_a_test_apart_gets_bounded_output_and_exit_codes(runtimes: NodeRuntimes) -> None:
+async def test_separate_test_output_is_bounded(runtimes: NodeRuntimes) -> None:
+    """A test apart gets bounded output and exit codes."""
     config: dict[str, Json] = {
         "script": f"exec 2>&1\n{ASKS}",
         "separate": {"plain_files": ["fifo", "big"], "program_timeout": 3.0},
@@ -225,7 +227,7 @@ async def test_a_test_apart_gets_bounded_output_and_exit_codes(runtimes: NodeRun
         assert not await left.busy()
 
 
-async def test_a_harbor_test_runs_apart(runtimes: NodeRuntimes) -> None:
+async def test_harbor_test_runs_separately(runtimes: NodeRuntimes) -> None:
     config: dict[str, Json] = {
         "tests": {
             "test.sh": 'test "$(as-agent ./program)" = "$(cat $TEST_DIR/expected)";'
@@ -274,7 +276,7 @@ CASES: Mapping[str, tuple[str, dict[str, Json], str | None]] = {
 }
 
 
-async def test_a_case_is_judged_by_its_outputs_alone(runtimes: NodeRuntimes) -> None:
+async def test_case_judged_by_outputs_alone(runtimes: NodeRuntimes) -> None:
     failed: dict[str, str | None] = {}
     async with runtimes.open(SMALL, session_id="cases", lifetime_s=LIFETIME_S) as runtime:
         for name, (leaves, case, _) in CASES.items():

@@ -50,14 +50,14 @@ def test_a_fence_stands_in_none_of_its_texts(texts: list[str]) -> None:
     assert not any(make_fence(hostile).mark in text for text in hostile)
 
 
-def test_a_mark_its_texts_were_found_to_hold_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mark_found_in_texts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody finds by trying, found: the first two marks stand in the text."""
     marks = ["EVIDENCE-a", "EVIDENCE-b", "EVIDENCE-c"]
     monkeypatch.setattr("polarnode.evaluators.judging._mark", lambda texts, tries: marks[tries])
     assert make_fence(["EVIDENCE-b>>> and EVIDENCE-a>>>"]) == EvidenceFence("EVIDENCE-c")
 
 
-def test_the_same_session_has_the_same_fence_and_half_a_face_has_one_too() -> None:
+def test_fence_depends_only_on_texts() -> None:
     assert make_fence(["a", "b"]) == make_fence(["a", "b"])
     assert len({make_fence(texts).mark for texts in (["ab"], ["a", "b"], ["b", "a"], ["", "ab"])}) == 4, (
         "it is made of the texts as they stand"
@@ -65,7 +65,8 @@ def test_the_same_session_has_the_same_fence_and_half_a_face_has_one_too() -> No
     assert "\ud83d" not in make_fence(["\ud83d"]).mark
 
 
-def test_a_judge_is_told_of_the_fence_in_the_very_words_it_will_meet() -> None:
+def test_instructions_quote_the_fence() -> None:
+    """The instructions quote the very fence that the judge will meet."""
     fence = make_fence(["words"])
     around = fence.around("the task", "words")
     assert around == f"<<<{fence.mark} the task\nwords\n{fence.mark}>>>"
@@ -76,7 +77,7 @@ def test_a_judge_is_told_of_the_fence_in_the_very_words_it_will_meet() -> None:
 # ── the transcript ────────────────────────────────────────────────────────────
 
 
-def test_a_session_reads_as_it_was_had() -> None:
+def test_session_reads_in_order() -> None:
     turns = session("I look", "done", calls=([("bash", '{"command": "ls"}')],), told="a.txt")
     assert transcript(turn_texts(turns, message_most=500, thinking=False), most=10_000).split("\n") == [
         "── turn 0 ──", "[system]", "| be good", "[user]", "| fix the bug", "[agent]", "| I look", "[agent calls a tool]", '| bash {"command": "ls"}', "",
@@ -84,7 +85,8 @@ def test_a_session_reads_as_it_was_had() -> None:
     ]  # fmt: skip
 
 
-def test_what_a_reader_of_words_would_not_see_is_said() -> None:
+def test_invisible_events_are_said() -> None:
+    """A judge is told of a cut answer, unreadable calls and missing words."""
     turns = edited(session("half"), 0, turn_finish_reason="length", malformed_calls=2)
     text = turn_text(turns[0], message_most=99, thinking=False)
     assert text.endswith("(the answer ended by length)\n(2 tool calls in it could not be read)")
@@ -95,13 +97,14 @@ def test_what_a_reader_of_words_would_not_see_is_said() -> None:
     ]
 
 
-def test_thoughts_are_shown_where_they_are_asked_for() -> None:
+def test_thoughts_shown_on_request() -> None:
     turns = edited(session("out"), 0, parts=(ThinkingPart("in secret"),))
     assert "in secret" not in turn_text(turns[0], message_most=99, thinking=False)
     assert "[agent thinks]\n| in secret" in turn_text(turns[0], message_most=99, thinking=True)
 
 
-def test_side_calls_are_not_the_agents_work_and_helpers_are_named() -> None:
+def test_side_calls_hidden_helpers_named() -> None:
+    """Side calls are not the agent's work, and helpers are named."""
     turns = helper_turns()
     assert [turn.index for turn in shown_turns(turns)] == [1, 2, 3]
     text = transcript(turn_texts(turns, message_most=500, thinking=False), most=10_000)
@@ -151,7 +154,7 @@ def test_every_turn_is_there_where_each_is_scored(lengths: list[int], most: int)
         assert [f"── turn {turn.index} ──" in text for turn in turns] == [True] * len(turns)
 
 
-def test_a_clipped_text_says_how_much_is_gone() -> None:
+def test_clipped_text_counts_missing_part() -> None:
     assert clipped("a" * 10, 10) == "a" * 10
     assert quoted("a\rb\n", 10) == "| a\n| b"
     assert quoted("", 10) == "| "
@@ -170,7 +173,7 @@ async def shown(show: ShowConfig, runtime: MemoryRuntime | None = None, **more: 
     return {each.name: each.text for each in await evidence(evolve(seen, **more), show)}
 
 
-async def test_everything_that_can_be_shown_has_its_name() -> None:
+async def test_every_shown_part_is_named() -> None:
     runtime = quiet(MemoryRuntime(files={"/work/a.txt": b"kiwi", "/etc/b": b"\xff" * 9}))
     found = await shown(ShowConfig(files=("a.txt", "/etc/b", "gone"), file_bytes=4), runtime)
     assert list(found) == [
@@ -184,14 +187,14 @@ async def test_everything_that_can_be_shown_has_its_name() -> None:
     assert found["the file '/etc/b'"] == "\ufffd" * 4 + "\n[… the rest is left out …]"
 
 
-async def test_a_link_is_not_followed() -> None:
+async def test_link_is_not_followed() -> None:
     runtime = quiet(MemoryRuntime(files={"/work/a.txt": b"secret"}, links={"/work/a.txt"}))
     assert (await shown(ShowConfig(files=("a.txt",)), runtime))[
         "the file 'a.txt'"
     ] == "(there is no such file)"
 
 
-async def test_only_what_is_asked_for_is_shown() -> None:
+async def test_only_requested_parts_are_shown() -> None:
     assert list(await shown(ShowConfig(transcript=False))) == [
         "the task the agent was given",
         "the agent's last answer",
@@ -202,7 +205,7 @@ async def test_only_what_is_asked_for_is_shown() -> None:
     ]
 
 
-async def test_all_evidence_has_its_bound() -> None:
+async def test_all_evidence_is_bounded() -> None:
     runtime = quiet(MemoryRuntime(files={f"/work/{name}": name.encode() * 40_000 for name in "abcdef"}))
     found = await shown(
         ShowConfig(files=tuple("abcdef"), file_bytes=40_000, max_chars=10_000),
@@ -213,7 +216,7 @@ async def test_all_evidence_has_its_bound() -> None:
     assert all(found.values())
 
 
-async def test_what_is_read_is_what_the_harness_left() -> None:
+async def test_judge_reads_harness_leftovers() -> None:
     """A fresh runtime is for those who run something in it."""
     left, clean = (
         quiet(MemoryRuntime(files={"/work/a": b"left"})),
@@ -226,7 +229,7 @@ async def test_what_is_read_is_what_the_harness_left() -> None:
     assert found["the agent's last answer"] == "(none)"
 
 
-def test_the_last_answer_is_the_main_agents_last_words() -> None:
+def test_last_answer_is_main_agents() -> None:
     assert last_answer(finished(helper_turns())) == "fixed"
     assert last_answer(finished(session("said", "", calls=((), [("bash", "{}")])))) == "said", (
         "a call without words is no answer"
@@ -244,7 +247,7 @@ def test_the_last_answer_is_the_main_agents_last_words() -> None:
         (ShowConfig(transcript=False, answer=False), "$.evaluator.config.show"),
     ],
 )
-def test_what_can_not_be_shown_is_refused(show: ShowConfig, path: str) -> None:
+def test_unshowable_part_is_refused(show: ShowConfig, path: str) -> None:
     with pytest.raises(Refused) as refused:
         check_show(show)
     assert refused.value.path == path
@@ -311,7 +314,7 @@ def repository(tmp_path: Path) -> tuple[Folder, str]:
 
 
 @pytest.mark.parametrize("committed", [False, True])
-async def test_changes_are_shown_from_the_commit_the_task_names(tmp_path: Path, committed: bool) -> None:
+async def test_changes_start_at_tasks_commit(tmp_path: Path, committed: bool) -> None:
     runtime, base = repository(tmp_path)
     (tmp_path / "work" / "a.py").write_text("two\n")
     (tmp_path / "work" / "new.py").write_text("new\n")
@@ -331,7 +334,7 @@ async def test_changes_are_shown_from_the_commit_the_task_names(tmp_path: Path, 
     )
 
 
-async def test_a_repository_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+async def test_missing_repository_is_said(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     runtime = Folder(str(tmp_path / "work"))
     for commit, words in (
@@ -345,7 +348,7 @@ async def test_a_repository_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
         assert found[f"what changed in the repository since {commit}"].startswith(words)
 
 
-async def test_a_commit_that_is_not_there_is_said(tmp_path: Path) -> None:
+async def test_missing_commit_is_said(tmp_path: Path) -> None:
     runtime, _ = repository(tmp_path)
     found = {
         each.name: each.text for each in await evidence(finished(runtime=runtime), ShowConfig(patch="a" * 40))

@@ -60,7 +60,7 @@ def test_a_reward_is_the_weighted_mean_of_scores_on_their_scales(works: float, t
     assert 0 <= found <= 1 + 1e-9
 
 
-def test_the_form_is_whole_and_closed() -> None:
+def test_form_is_complete_and_closed() -> None:
     """Every object names all its properties as required and allows no other: what strict endpoints demand."""
     rubric = read_rubric("r", [CriterionConfig(name="a"), CriterionConfig(name="b")])
 
@@ -83,7 +83,7 @@ def test_the_form_is_whole_and_closed() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_an_engine_that_constrains_takes_the_form(several: bool) -> None:
+def test_constraining_engine_takes_the_form(several: bool) -> None:
     """With the grammar that SGLang, vLLM and our own engine use: what fits is sampled, what does not cannot
     be.
     """
@@ -140,7 +140,7 @@ def test_an_engine_that_constrains_takes_the_form(several: bool) -> None:
         (7, "must be an object"),
     ],
 )
-def test_an_answer_that_does_not_fit_is_none(value: Json, words: str) -> None:
+def test_unfit_answer_is_none(value: Json, words: str) -> None:
     rubric = read_rubric(
         None, [CriterionConfig(name="works"), CriterionConfig(name="tidy", scale=(1.0, 5.0))]
     )
@@ -159,7 +159,8 @@ def test_an_answer_that_does_not_fit_is_none(value: Json, words: str) -> None:
         'I think {"a": 2}</think>{"a": 1}',
     ],
 )
-def test_json_is_found_where_no_guess_is_needed(text: str) -> None:
+def test_json_found_without_guessing(text: str) -> None:
+    """JSON is found where no guess is needed."""
     assert json_of(text) == {"a": 1}
 
 
@@ -175,7 +176,7 @@ def test_json_is_found_where_no_guess_is_needed(text: str) -> None:
         "\ud83d",
     ],
 )
-def test_where_one_would_have_to_guess_there_is_none(text: str) -> None:
+def test_ambiguous_json_is_none(text: str) -> None:
     with pytest.raises(Refused):
         json_of(text)
 
@@ -195,7 +196,8 @@ def asked(text: str) -> JudgeRequest[float]:
     )
 
 
-async def test_what_does_not_fit_is_asked_once_more_with_what_was_wrong() -> None:
+async def test_unfit_answer_is_asked_again() -> None:
+    """An answer that does not fit is asked for once more, with what was wrong."""
     judge = ScriptedJudge(["1", "nine", "2", "3"])
     told = await answers(judge, [asked("a"), asked("b"), asked("c")])
     assert (told.found, told.misfits) == ((1.0, 3.0, 2.0), 1)
@@ -206,7 +208,8 @@ async def test_what_does_not_fit_is_asked_once_more_with_what_was_wrong() -> Non
     assert (again.schema, again.max_tokens, again.temperature) == ({"type": "integer"}, 5, 0.5)
 
 
-async def test_what_fits_neither_time_is_an_error_with_the_judges_words() -> None:
+async def test_second_unfit_answer_is_error() -> None:
+    """A second answer that does not fit is an error with the judge's words."""
     judge = ScriptedJudge(["nine", '"ten"' + "x" * 900])
     with pytest.raises(EvaluatorError, match="did not the first time") as raised:
         await answers(judge, [asked("a")])
@@ -222,7 +225,7 @@ def config(**more: Json) -> dict[str, Json]:
     return {"judge": "j", "rubric": "Be strict.", "criteria": CRITERIA, **more}
 
 
-async def test_a_session_is_scored() -> None:
+async def test_session_gets_its_scores() -> None:
     judge = ScriptedJudge([scores(works=8, tidy=2)])
     turns = session("I look", "fixed it")
     found = await judging.evaluate(finished(turns, config(), judge=judge))
@@ -232,7 +235,7 @@ async def test_a_session_is_scored() -> None:
     assert (found.lineage_rewards, found.turn_rewards) == ({}, {})
 
 
-async def test_what_the_judge_reads() -> None:
+async def test_judge_sees_rubric_and_session() -> None:
     """The rubric stands outside the fence and above it, the session inside, the form in words and as a
     schema.
     """
@@ -275,7 +278,7 @@ async def test_what_the_judge_reads() -> None:
     )
 
 
-async def test_a_rubric_alone_is_one_score() -> None:
+async def test_lone_rubric_is_one_score() -> None:
     judge = ScriptedJudge([scores(score=7)])
     found = await judging.evaluate(
         finished(session("a"), {"judge": "j", "rubric": "Is it good?"}, judge=judge)
@@ -283,7 +286,8 @@ async def test_a_rubric_alone_is_one_score() -> None:
     assert found.reward == 0.7
 
 
-async def test_a_judge_that_gives_no_score_is_an_error_and_no_zero() -> None:
+async def test_missing_score_is_an_error() -> None:
+    """A judge that gives no score is an error and no zero."""
     judge = ScriptedJudge(["I would say it is fine."])
     with pytest.raises(EvaluatorError, match="I would say it is fine"):
         await judging.evaluate(finished(session("a"), config(), judge=judge))
@@ -297,7 +301,7 @@ ATTACK = (
 )
 
 
-async def test_what_an_agent_writes_to_its_judge_stays_evidence() -> None:
+async def test_agent_text_to_judge_stays_evidence() -> None:
     """In its answers, in a file and in a tool's result, with the very mark that this session would have had
     without it.
     """
@@ -356,13 +360,13 @@ async def test_what_an_agent_writes_to_its_judge_stays_evidence() -> None:
         ({"judge": "j", "rubric": "r", "show": {"file": []}}, "$.evaluator.config.show.file"),
     ],
 )
-def test_a_config_that_can_not_work_is_refused_at_submission(said: Any, path: str) -> None:
+def test_bad_config_refused_at_submission(said: Any, path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(EvaluatorSpec(name="llm_judge", config=said), judges=frozenset({"j"}))
     assert refused.value.path == path
 
 
-def test_a_node_without_judges_says_where_they_would_stand() -> None:
+def test_node_without_judges_names_setting() -> None:
     spec = EvaluatorSpec(name="llm_judge", config={"judge": "j", "rubric": "r"})
     with pytest.raises(Refused, match=r"it has none: they stand in its settings, \[judges\.NAME\]"):
         registry.find(spec, judges=frozenset())
@@ -373,7 +377,7 @@ def test_a_node_without_judges_says_where_they_would_stand() -> None:
 # ── a whole session, its judge over HTTP ──────────────────────────────────────
 
 
-async def test_a_session_is_judged_over_http(tmp_path: Any) -> None:
+async def test_session_judged_over_http(tmp_path: Any) -> None:
     spec = EvaluatorSpec(name="llm_judge", config={"judge": "j", "rubric": "Is it good?"})
     async with (
         judged_by(says(scores(score=7))) as (judges, endpoint),
@@ -394,7 +398,7 @@ async def test_a_session_is_judged_over_http(tmp_path: Any) -> None:
     assert body["response_format"]["type"] == "json_schema"
 
 
-async def test_a_judge_that_refuses_costs_the_reward_and_not_the_turns(tmp_path: Any) -> None:
+async def test_refusing_judge_costs_only_reward(tmp_path: Any) -> None:
     spec = EvaluatorSpec(name="llm_judge", config={"judge": "j", "rubric": "Is it good?"})
     async with (
         judged_by(error(401, "no")) as (judges, _),
@@ -411,7 +415,7 @@ async def test_a_judge_that_refuses_costs_the_reward_and_not_the_turns(tmp_path:
     assert found.outcome.reason == "judge j refused the question: HTTP 401: no"
 
 
-async def test_the_same_session_is_asked_about_in_the_same_words() -> None:
+async def test_same_session_gets_same_prompt() -> None:
     """No randomness below the shell: a judge's cache, and whoever looks for the cause of a reward, sees one
     text.
     """

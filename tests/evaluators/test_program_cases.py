@@ -37,7 +37,7 @@ from polarnode.evaluators.program_cases import ExpectedOutput, difference
         ("ab12\n", ExpectedOutput(pattern=r"ab\d+\s")),
     ],
 )
-def test_what_is_expected_passes(output: str, expected: str | ExpectedOutput) -> None:
+def test_expected_output_passes(output: str, expected: str | ExpectedOutput) -> None:
     assert difference(output.encode(), expected) is None
 
 
@@ -77,11 +77,11 @@ def test_what_is_expected_passes(output: str, expected: str | ExpectedOutput) ->
         ),
     ],
 )
-def test_what_is_not_expected_fails(output: bytes, expected: str | ExpectedOutput, why: str) -> None:
+def test_unexpected_output_fails(output: bytes, expected: str | ExpectedOutput, why: str) -> None:
     assert difference(output, expected) == why
 
 
-def test_a_pattern_that_backtracks_is_ended() -> None:
+def test_backtracking_pattern_is_ended() -> None:
     found = difference(b"a" * 5000 + b"!", ExpectedOutput(pattern="(a|a|b?a)+$"))
     assert found == "the pattern did not match it within 0.1 s"
 
@@ -109,7 +109,7 @@ def test_a_pattern_that_backtracks_is_ended() -> None:
         ({"cases": [{"argv": ["x"], "expects": "x"}]}, "cases[0]"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_with_its_field(config: dict[str, Json], path: str) -> None:
+def test_bad_config_refused_with_field(config: dict[str, Json], path: str) -> None:
     with pytest.raises(Refused) as caught:
         program_cases.check(config)
     assert (caught.value.path or "").startswith(f"$.evaluator.config.{path}")
@@ -165,7 +165,8 @@ async def judged(clock: Clock, *cases: Mapping[str, Json], files: Any = None, **
     return await program_cases.evaluate(evolve(session, clock=clock))
 
 
-async def test_all_cases_must_pass_or_their_weights_count() -> None:
+async def test_cases_all_pass_or_weigh() -> None:
+    """All cases must pass, or their weights count."""
     cases: tuple[dict[str, Json], ...] = (
         {"argv": ["0", "a"], "stdout": "a", "weight": 3},
         {"argv": ["1", "b"], "stdout": "b", "name": "second"},
@@ -188,7 +189,7 @@ async def test_all_cases_must_pass_or_their_weights_count() -> None:
     assert (await judged(SaidClock(), cases[0])) == Verdict(reward=1.0, metrics={"cases": 1, "passed": 1})
 
 
-async def test_what_an_agent_spoils_fails() -> None:
+async def test_case_spoilt_by_agent_fails() -> None:
     cases: tuple[dict[str, Json], ...] = (
         {"argv": ["raises", "fault"]},
         {"argv": ["raises", "spoilt"]},
@@ -202,13 +203,14 @@ async def test_what_an_agent_spoils_fails() -> None:
         await judged(SaidClock(), {"argv": ["raises", "gone"]})
 
 
-async def test_a_lost_exit_code_fails() -> None:
+async def test_lost_exit_code_fails() -> None:
     verdict = await judged(SaidClock(), {"argv": [str(LOST), "49"], "exit_code": None, "stdout": "49"})
     assert verdict.reward == 0.0
     assert "let itself be traced" in str(verdict.metrics["failed"])
 
 
-async def test_no_expected_value_reaches_a_program_or_the_metrics() -> None:
+async def test_expected_values_stay_secret() -> None:
+    """No expected value reaches a program or the metrics."""
     clock = SaidClock()
     verdict = await judged(
         clock,
@@ -222,7 +224,7 @@ async def test_no_expected_value_reaches_a_program_or_the_metrics() -> None:
     assert "7351" not in str(verdict.metrics)
 
 
-async def test_programs_share_the_time_of_all_cases() -> None:
+async def test_cases_share_one_time_limit() -> None:
     clock = SaidClock()
     late: Json = {"argv": ["late"], "timeout": 3.0}
     verdict = await judged(clock, *[late] * 4, total_timeout=7.0)  # type: ignore[arg-type]
@@ -235,7 +237,7 @@ async def test_programs_share_the_time_of_all_cases() -> None:
     ]
 
 
-async def test_output_beyond_the_bound_is_not_compared() -> None:
+async def test_output_over_bound_fails() -> None:
     large = b"x" * (program_cases.OUTPUT_BYTES + 1)
     verdict = await judged(SaidClock(), {"outputs": {"out": "x"}}, files=Files(out=large))
     assert verdict.metrics["failed"] == [{"name": "case 1", "reason": "out: it is longer than 1 MiB"}]

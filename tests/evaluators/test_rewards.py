@@ -53,7 +53,7 @@ def test_a_trace_is_worth_what_its_parts_give_it(verdicts: list[tuple[float, Ver
         )
 
 
-def test_what_is_a_reward_and_whose() -> None:
+def test_reward_is_finite_and_has_owner() -> None:
     assert (finite(1, "x"), checked_numbers({2: 1}, {2}, "turn")) == (1.0, {2: 1.0})
     with pytest.raises(EvaluatorError, match="as x: return a finite number"):
         finite(float("inf"), "x")
@@ -85,7 +85,8 @@ def part(
     )
 
 
-async def test_parts_are_weighed_added_up_and_kept_by_name() -> None:
+async def test_parts_are_weighted_and_named() -> None:
+    """Parts are weighed, added up and kept by name."""
     seen: list[Any] = []
     parts = [
         part(Verdict(reward=1.0, metrics={"passed": 3}), name="tests", weight=2.0, seen=seen),
@@ -112,7 +113,7 @@ async def test_parts_are_weighed_added_up_and_kept_by_name() -> None:
     }
 
 
-async def test_parts_of_one_name_are_told_apart_by_their_place() -> None:
+async def test_same_named_parts_are_numbered() -> None:
     whole = registry.combined(
         [part(Verdict(reward=1.0)), part(Verdict(reward=2.0), name="q"), part(Verdict(reward=3.0))]
     )
@@ -146,9 +147,7 @@ async def test_parts_of_one_name_are_told_apart_by_their_place() -> None:
         ),
     ],
 )
-async def test_a_part_that_fails_fails_the_whole_by_its_name(
-    bad: Any, error: type[Exception], words: str
-) -> None:
+async def test_failing_part_is_named(bad: Any, error: type[Exception], words: str) -> None:
     after: list[Any] = []
     whole = registry.combined(
         [
@@ -164,7 +163,8 @@ async def test_a_part_that_fails_fails_the_whole_by_its_name(
     assert after == [], "the parts behind it are not asked"
 
 
-async def test_no_part_begins_beside_what_the_one_before_left_running() -> None:
+async def test_part_waits_for_previous_processes() -> None:
+    """No part begins beside processes that the one before left running."""
     done: list[str] = []
 
     class Watched(MemoryRuntime):
@@ -203,12 +203,13 @@ async def test_no_part_begins_beside_what_the_one_before_left_running() -> None:
         ([{"fresh": True, "copies": False}, {"copies": False}], True, False),
     ],
 )
-def test_where_a_combination_judges(flags: list[dict[str, bool]], fresh: bool, copies: bool) -> None:
+def test_combination_runtime_from_its_parts(flags: list[dict[str, bool]], fresh: bool, copies: bool) -> None:
     whole = registry.combined([part(None, **each) for each in flags])
     assert (whole.fresh, whole.copies) == (fresh, copies)
 
 
-def test_a_clean_workdir_and_the_harnesss_are_not_one() -> None:
+def test_clean_workdir_excludes_harness_workdir() -> None:
+    """A clean workdir and the harness's are not one."""
     with pytest.raises(
         Refused, match="command judges the workdir as the harness left it and swebench a clean one"
     ) as refused:
@@ -216,7 +217,7 @@ def test_a_clean_workdir_and_the_harnesss_are_not_one() -> None:
     assert refused.value.path == "$.evaluator.parts[1]"
 
 
-def test_a_combination_has_no_config_of_its_own() -> None:
+def test_combination_has_no_config() -> None:
     with pytest.raises(Refused, match="each their own config"):
         registry.combined([part(None)]).check({"x": 1})
 
@@ -228,7 +229,7 @@ def parts(*said: Any) -> EvaluatorSpec:
     return EvaluatorSpec(parts=tuple(EvaluatorPart(**each) for each in said))
 
 
-async def test_a_tasks_parts_are_found_as_one() -> None:
+async def test_parts_are_found_as_one() -> None:
     spec = parts(
         {"name": "session_completed", "weight": 0.5}, {"import_path": "session_kit:COUNTS", "weight": 0.1}
     )
@@ -250,7 +251,7 @@ async def test_a_tasks_parts_are_found_as_one() -> None:
         ({"name": "turn_rewards", "config": {"rules": {"nothing": 1}}}, "$.evaluator.parts[1].config.rules"),
     ],
 )
-def test_a_part_is_refused_at_its_own_place(said: Any, path: str) -> None:
+def test_part_refused_at_its_path(said: Any, path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(
             parts({"name": "session_completed"}, said),
@@ -260,7 +261,7 @@ def test_a_part_is_refused_at_its_own_place(said: Any, path: str) -> None:
     assert refused.value.path == path
 
 
-async def test_a_whole_session_is_judged_by_several(autojump_clock: Clock, tmp_path: Any) -> None:
+async def test_session_judged_by_several(autojump_clock: Clock, tmp_path: Any) -> None:
     """Through admission, POST and the trajectory: rewards in the trace and its spans, each part's numbers in
     metrics.evaluation.
     """
@@ -278,7 +279,7 @@ async def test_a_whole_session_is_judged_by_several(autojump_clock: Clock, tmp_p
     assert evaluation["turn_rewards"]["metrics"]["turn_rewards"] == {"0": -0.25, "1": -0.25, "2": -0.25}
 
 
-async def test_a_part_that_fails_in_a_session_is_its_outcome(autojump_clock: Clock, tmp_path: Any) -> None:
+async def test_failing_part_is_session_outcome(autojump_clock: Clock, tmp_path: Any) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         found = await place.one(
             evaluator=parts({"name": "session_completed"}, {"import_path": "session_kit:RAISES"})

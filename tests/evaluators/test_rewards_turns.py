@@ -68,18 +68,18 @@ LS, LS_SPELLED_OTHERWISE, CAT = (
         ("each_turn", session("a", "b"), [1, 1]),
     ],
 )
-def test_a_rule_counts(rule: str, turns: tuple[Turn, ...], counts: list[int]) -> None:
+def test_each_rule_counts_its_turns(rule: str, turns: tuple[Turn, ...], counts: list[int]) -> None:
     assert [each[rule] for each in counted([rule], turns).values()] == counts
 
 
-def test_arguments_that_are_no_json_are_compared_as_they_stand() -> None:
+def test_non_json_arguments_compare_as_text() -> None:
     turns = session("a", "b")
     turns = edited(turns, 0, parts=(call("bash", "{ls"),))
     turns = edited(turns, 1, parts=(call("bash", "{ls"), call("bash", "{ls "), call("sh", "{ls")))
     assert counted(["repeated_call"], turns)[1] == {"repeated_call": 1}
 
 
-def test_a_turn_without_an_answer_is_not_an_empty_one() -> None:
+def test_missing_answer_is_not_empty() -> None:
     turns = session("a")
     gone = tuple(evolve(turn, answer=None, state="failed") for turn in turns)
     assert counted(list(RULES), gone) == {
@@ -91,7 +91,7 @@ def test_side_calls_follow_no_rule() -> None:
     assert list(counted(["each_turn"], helper_turns())) == [1, 2, 3]
 
 
-async def test_rules_give_turns_what_they_are_worth() -> None:
+async def test_rules_reward_their_turns() -> None:
     turns = edited(session("a", "b", "c", calls=([LS], [LS])), 2, malformed_calls=3)
     found = await verdict(turns, {"rules": {"malformed_call": -0.5, "repeated_call": -0.25}})
     assert found.turn_rewards == {0: 0.0, 1: -0.25, 2: -1.5}
@@ -125,7 +125,8 @@ async def test_a_sessions_reward_is_its_outcome_and_its_turns_each_times_its_wei
     assert found.turn_rewards == dict.fromkeys(range(count), turns * -0.5)
 
 
-async def test_a_lineages_traces_have_its_own_beside_the_outcome() -> None:
+async def test_lineage_reward_adds_to_outcome() -> None:
+    """A lineage's traces have its own reward beside the outcome."""
     found = await verdict(
         helper_turns(),
         {"rules": {"each_turn": -0.5}, "of": "lineage", "weights": {"outcome": 2.0, "turns": 1.0}},
@@ -135,7 +136,7 @@ async def test_a_lineages_traces_have_its_own_beside_the_outcome() -> None:
     assert (found.reward, found.turn_rewards) == (2.0 - 1.5, {})
 
 
-async def test_a_session_without_turns_has_its_outcome_alone() -> None:
+async def test_session_without_turns_has_outcome() -> None:
     for total in ("sum", "mean"):
         found = await verdict((), {"rules": {"each_turn": 1.0}, "total": total})
         assert (found.reward, found.turn_rewards) == (0.0, {})
@@ -144,7 +145,7 @@ async def test_a_session_without_turns_has_its_outcome_alone() -> None:
 # ── functions ─────────────────────────────────────────────────────────────────
 
 
-async def test_a_function_gives_turns_or_lineages_their_rewards() -> None:
+async def test_function_rewards_turns_or_lineages() -> None:
     turns = session("a", "b c d")
     found = await verdict(turns, {"rewards": "rewards_kit:length_rewards"})
     assert found.turn_rewards == {0: len(turns[0].sampled) / 10, 1: len(turns[1].sampled) / 10}
@@ -154,7 +155,7 @@ async def test_a_function_gives_turns_or_lineages_their_rewards() -> None:
     assert found.lineage_rewards == {0: 0.5}, "it may be async"
 
 
-async def test_what_several_say_of_a_turn_is_added_up() -> None:
+async def test_rewards_of_turn_add_up() -> None:
     turns = session("a", "b")
     found = await verdict(turns, {"rewards": "rewards_kit:length_rewards", "rules": {"each_turn": -1}})
     assert found.turn_rewards == {
@@ -170,7 +171,7 @@ async def test_what_several_say_of_a_turn_is_added_up() -> None:
         ("raises_key_error", "rewards_kit:raises_key_error gave no rewards: 'mine'"),
     ],
 )
-async def test_a_function_that_gives_none_is_an_error(name: str, words: str) -> None:
+async def test_function_without_rewards_is_error(name: str, words: str) -> None:
     with pytest.raises(EvaluatorError) as raised:
         await verdict(session("a"), {"rewards": f"rewards_kit:{name}"})
     assert words in str(raised.value)
@@ -194,7 +195,7 @@ def one(score: float) -> str:
     return json.dumps({"criteria": {"score": {"reason": "r", "score": score}}})
 
 
-async def test_one_question_for_all_turns() -> None:
+async def test_all_turns_in_one_question() -> None:
     judge = ScriptedJudge([listed("turn", n1=10, n0=5)])
     found = await verdict(
         session("first", "second"),
@@ -213,7 +214,7 @@ async def test_one_question_for_all_turns() -> None:
     }  # fmt: skip
 
 
-async def test_one_question_for_each_turn() -> None:
+async def test_each_turn_in_own_question() -> None:
     """Each is scored in the light of what came before it, never of what came after."""
 
     def says(question: Question) -> str:
@@ -234,7 +235,7 @@ async def test_one_question_for_each_turn() -> None:
     ]
 
 
-async def test_many_questions_are_asked_some_at_a_time() -> None:
+async def test_many_questions_asked_in_batches() -> None:
     """So that no session's questions are all written in one stretch of the node's loop."""
     batches: list[int] = []
 
@@ -253,7 +254,7 @@ async def test_many_questions_are_asked_some_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("ask", ["each", "together"])
-async def test_lineages_are_judged_each_by_its_own_turns(ask: str) -> None:
+async def test_lineages_judged_by_own_turns(ask: str) -> None:
     turns = helper_turns()
     main, helper = turns[1].lineage, turns[2].lineage
 
@@ -276,7 +277,8 @@ async def test_lineages_are_judged_each_by_its_own_turns(ask: str) -> None:
         assert "found it" not in str(judge.asked[0].messages)
 
 
-async def test_more_turns_than_may_be_judged_are_counted_and_not_guessed() -> None:
+async def test_turns_over_limit_are_counted() -> None:
+    """More turns than may be judged are counted, and not guessed."""
     judge = ScriptedJudge([listed("turn", n0=1, n1=2)])
     found = await verdict(session(*"abcd"), {"judge": {"judge": "j", "rubric": "r", "most": 2}}, judge)
     metrics: Any = found.metrics["judged"]
@@ -284,7 +286,7 @@ async def test_more_turns_than_may_be_judged_are_counted_and_not_guessed() -> No
     assert "| c" not in str(judge.asked[0].messages[1]["content"])
 
 
-async def test_who_scores_all_turns_has_seen_each() -> None:
+async def test_judge_of_all_sees_each_turn() -> None:
     numbers = {f"n{index}": 1.0 for index in range(12)}
     judge = ScriptedJudge([listed("turn", **numbers)])
     said: dict[str, Json] = {"judge": {"judge": "j", "rubric": "r", "max_chars": 3000}}
@@ -297,7 +299,7 @@ async def test_who_scores_all_turns_has_seen_each() -> None:
 @pytest.mark.parametrize(
     "wrong", [listed("turn", n0=1), listed("turn", n0=1, n1=1, n2=1), json.dumps({"turns": []}), one(3)]
 )
-async def test_a_list_that_is_not_of_these_turns_does_not_fit(wrong: str) -> None:
+async def test_list_of_other_turns_is_refused(wrong: str) -> None:
     judge = ScriptedJudge([wrong, listed("turn", n0=1, n1=2)])
     found = await verdict(session("a", "b"), {"judge": {"judge": "j", "rubric": "r"}}, judge)
     metrics: Any = found.metrics["judged"]
@@ -306,13 +308,13 @@ async def test_a_list_that_is_not_of_these_turns_does_not_fit(wrong: str) -> Non
         await verdict(session("a", "b"), {"judge": {"judge": "j", "rubric": "r"}}, ScriptedJudge([wrong]))
 
 
-async def test_a_turn_scored_twice_does_not_fit() -> None:
+async def test_turn_scored_twice_is_refused() -> None:
     twice = json.dumps({"turns": json.loads(listed("turn", n0=1))["turns"] * 2})
     with pytest.raises(EvaluatorError, match=r"scores the turns \[0, 0\] and was asked for \[0\]"):
         await verdict(session("a"), {"judge": {"judge": "j", "rubric": "r"}}, ScriptedJudge([twice]))
 
 
-async def test_a_session_without_turns_asks_nobody() -> None:
+async def test_no_turns_ask_no_judge() -> None:
     judge = ScriptedJudge(["never"])
     config = read_config({"judge": {"judge": "j", "rubric": "r"}})
     assert config.judge is not None
@@ -347,7 +349,7 @@ async def test_a_session_without_turns_asks_nobody() -> None:
         ({"judge": {"judge": "j", "rubric": "r", "max_tokens": 0}}, "$.evaluator.config.judge.max_tokens"),
     ],
 )
-def test_a_config_that_can_not_work_is_refused_at_submission(said: Any, path: str) -> None:
+def test_bad_config_refused_at_submission(said: Any, path: str) -> None:
     with pytest.raises(Refused) as refused:
         registry.find(
             EvaluatorSpec(name="turn_rewards", config=said),
@@ -364,7 +366,7 @@ def test_a_config_that_can_not_work_is_refused_at_submission(said: Any, path: st
     assert refused.value.path == path.replace("$.evaluator", "$.evaluator.parts[0]")
 
 
-async def test_a_function_the_node_does_not_allow_is_not_imported_when_it_judges_either() -> None:
+async def test_forbidden_function_not_imported_when_judging() -> None:
     """A task that was taken under other settings, before a restart."""
     with pytest.raises(Refused, match="may not be imported by this node"):
         await evaluator(AllowedNames()).evaluate(
@@ -372,7 +374,8 @@ async def test_a_function_the_node_does_not_allow_is_not_imported_when_it_judges
         )
 
 
-def test_the_defaults_are_the_ones_a_reader_would_guess() -> None:
+def test_defaults_are_the_expected_ones() -> None:
+    """The defaults are the ones that a reader would guess."""
     said = TurnRewardsConfig()
     assert (said.of, said.total, said.weights.outcome, said.weights.turns) == ("turn", "sum", 1.0, 1.0)
 
@@ -380,7 +383,7 @@ def test_the_defaults_are_the_ones_a_reader_would_guess() -> None:
 # ── a whole session ───────────────────────────────────────────────────────────
 
 
-async def test_rewards_reach_a_trainer_through_a_session(autojump_clock: Clock, tmp_path: Any) -> None:
+async def test_session_delivers_rewards_to_trainer(autojump_clock: Clock, tmp_path: Any) -> None:
     spec = EvaluatorSpec(name="turn_rewards", config={"rules": {"each_turn": -0.125}})
     async with town(tmp_path, {"agent": agent(turns=3)}) as place:
         found = await place.one(evaluator=spec)

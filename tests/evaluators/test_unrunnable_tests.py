@@ -44,7 +44,7 @@ async def scripted(folder: Path, script: str, *brought: str, **config: Any) -> V
         ("/tmp", NOT_EXECUTED),
     ],
 )
-async def test_unrunnable_scripts_are_errors(tmp_path: Path, script: str, why: str) -> None:
+async def test_unrunnable_script_is_an_error(tmp_path: Path, script: str, why: str) -> None:
     with pytest.raises(EvaluatorError, match=why):
         await scripted(tmp_path, script)
 
@@ -57,7 +57,7 @@ async def test_missing_work_fails_the_test(tmp_path: Path, script: str) -> None:
 
 
 @pytest.mark.parametrize("run", ["bash run.sh", "./run.sh", "sh ./run.sh"])
-async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> None:
+async def test_agents_scripts_fail_the_test(tmp_path: Path, run: str) -> None:
     (tmp_path / "run.sh").write_text(GIVEN)
     (tmp_path / "run.sh").chmod(0o755)
     verdict = await scripted(tmp_path, run)
@@ -70,7 +70,8 @@ async def test_scripts_of_the_agent_fail_the_test(tmp_path: Path, run: str) -> N
 @pytest.mark.parametrize(
     "run", ["./app", "cd . && ./app", "if true; then ./app; fi", f"{TESTBED_PATH}/app a"]
 )
-async def test_a_program_chooses_no_missing_test(tmp_path: Path, run: str) -> None:
+async def test_agent_program_cannot_fake_missing_test(tmp_path: Path, run: str) -> None:
+    """A program of the agent's cannot make a test look missing."""
     (tmp_path / "app").write_text("#!/bin/sh\nexit 127\n")
     (tmp_path / "app").chmod(0o755)
     verdict = await scripted(tmp_path, run)
@@ -80,7 +81,7 @@ async def test_a_program_chooses_no_missing_test(tmp_path: Path, run: str) -> No
         await scripted(tmp_path, f"cat ./app >/dev/null; pytest-nosuch 2>{TESTBED_PATH}/log")
 
 
-async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
+async def test_task_files_are_no_work(tmp_path: Path) -> None:
     check = tmp_path / "check.sh"
     check.write_text("true\n")  # the mode that runs it was forgotten
     done = finished(ShellRuntime(folder=tmp_path), {"script": "./check.sh"})
@@ -99,7 +100,7 @@ async def test_files_of_the_task_are_no_work(tmp_path: Path) -> None:
         ("./check.sh", "echo 'other-nosuch' > check.sh"),
     ],
 )
-async def test_spoilt_files_of_the_task_fail_it(tmp_path: Path, run: str, act: str) -> None:
+async def test_spoilt_task_files_fail_it(tmp_path: Path, run: str, act: str) -> None:
     check = tmp_path / "check.sh"
     check.write_text(GIVEN)
     check.chmod(0o755)
@@ -114,7 +115,7 @@ async def test_spoilt_files_of_the_task_fail_it(tmp_path: Path, run: str, act: s
     )
 
 
-async def test_a_zero_written_first_is_no_judgement(tmp_path: Path) -> None:
+async def test_zero_written_first_is_not_judgement(tmp_path: Path) -> None:
     reward = f"{TESTBED_PATH}/reward"
     with pytest.raises(EvaluatorError, match=NOT_FOUND):
         await scripted(tmp_path, "echo 0 > reward; pytest-nosuch && echo 1 > reward", reward_file=reward)
@@ -142,7 +143,7 @@ RUNC = (
 )
 
 
-async def test_programs_that_runc_misses(tmp_path: Path) -> None:
+async def test_program_missing_in_runc(tmp_path: Path) -> None:
     missing = RUNC.format('"pytest-nosuch": executable file not found in $PATH')
     runtime = Executed(folder=tmp_path, said=missing)
     with pytest.raises(EvaluatorError, match=f"{NOT_FOUND}.*pytest-nosuch"):
@@ -153,7 +154,7 @@ async def test_programs_that_runc_misses(tmp_path: Path) -> None:
     assert (await command.evaluate(finished(runtime, {"argv": ["./app"]}))).reward == 0.0
 
 
-async def test_unrunnable_harbor_tests(tmp_path: Path) -> None:
+async def test_unrunnable_harbor_tests_are_errors(tmp_path: Path) -> None:
     folders = {"tests_target": f"{TESTBED_PATH}/tests", "verifier_dir": f"{TESTBED_PATH}/logs"}
     zero = f"echo 0 > {TESTBED_PATH}/logs/reward.txt\npytest-nosuch\n"
     for tests in ({"test.sh": zero}, {"test.sh": "pytest-nosuch\n"}, {"run-tests.sh": "pytest-nosuch\n"}):
@@ -161,7 +162,7 @@ async def test_unrunnable_harbor_tests(tmp_path: Path) -> None:
             await harbor.evaluate(finished(ShellRuntime(folder=tmp_path), {"tests": tests, **folders}))
 
 
-async def test_programs_of_cases(tmp_path: Path) -> None:
+async def test_missing_program_of_cases(tmp_path: Path) -> None:
     cases = [{"stdin": "a", "stdout": "b"}, {"stdin": "b", "stdout": "b"}]
     runtime = ShellRuntime(folder=tmp_path)
     missing = Executed(folder=tmp_path, said=RUNC.format('"python9": executable file not found in $PATH'))
@@ -171,14 +172,14 @@ async def test_programs_of_cases(tmp_path: Path) -> None:
     assert own.reward == 0.0, "a program that is there may end with any code"
 
 
-async def test_a_patch_command_that_cannot_run(tmp_path: Path) -> None:
+async def test_patch_command_that_cannot_run(tmp_path: Path) -> None:
     runtime = ShellRuntime(folder=tmp_path)
     of = patches.Repository(folder=TESTBED_PATH, command="git-nosuch diff")
     with pytest.raises(EvaluatorError, match="the patch command ended with exit code 127"):
         await patches.extract(runtime, runtime, of)
 
 
-def test_output_without_tests(tmp_path: Path) -> None:
+def test_output_without_tests_is_error(tmp_path: Path) -> None:
     ran = ProgramResult(
         exit_code=127, output="bash: line 1: pytest: command not found\n", timed_out=False, truncated=False
     )

@@ -86,7 +86,7 @@ class Taught(StandIn):
         return evolve(session, traces=tuple(traces))
 
 
-def test_a_student_comes_nearer_to_its_teacher_step_by_step(tmp_path: Path) -> None:
+def test_student_approaches_teacher_each_step(tmp_path: Path) -> None:
     torch.manual_seed(0)
     node = Taught(TINY_MODEL)
     plan = Plan(steps=2, prompts=2, samples=4, teacher="big")
@@ -107,7 +107,7 @@ def test_a_student_comes_nearer_to_its_teacher_step_by_step(tmp_path: Path) -> N
     )
 
 
-def test_each_tokens_gradient_is_in_proportion_to_its_own_advantage() -> None:
+def test_gradient_is_proportional_to_advantage() -> None:
     row = Row([1, 2, 3, 4], [0, 1, 0, 1], [0.0, -1.0, 0.0, -2.0], [0.0, 0.5, 9.0, -0.25], 0.1)
     own = torch.tensor([[-1.0, -5.0, -2.0]], requires_grad=True)
     loss, _, _ = objective(own, batch([row], 0), Recipe())
@@ -119,7 +119,7 @@ def test_each_tokens_gradient_is_in_proportion_to_its_own_advantage() -> None:
     assert not Row([1, 2], [0, 1], [0.0, -1.0], [0.0, 0.0]).teaches
 
 
-def test_a_teacher_is_a_checkpoint_or_a_runs_last_weights(tmp_path: Path) -> None:
+def test_teacher_is_checkpoint_or_last_weights(tmp_path: Path) -> None:
     assert command.checkpoint(TINY_MODEL) == TINY_MODEL
     with pytest.raises(SystemExit, match="has no weights: make a teacher with `make learn`"):
         command.checkpoint(tmp_path)
@@ -136,7 +136,7 @@ def test_a_teacher_is_a_checkpoint_or_a_runs_last_weights(tmp_path: Path) -> Non
     assert command.plan_of(command.parsed([])).teacher == ""
 
 
-def test_a_node_of_its_own_is_told_its_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_node_gets_its_teachers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
     def refuse(command: list[str], **_: Any) -> Any:
@@ -153,7 +153,7 @@ def test_a_node_of_its_own_is_told_its_teachers(tmp_path: Path, monkeypatch: pyt
     assert config.teachers["big"] == TeacherConfig(model=str(TINY_MODEL.resolve()), cpu=True)
 
 
-def test_nodes_of_one_run_share_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_one_run_share_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The options are those of `polarnode fleet`, and the log is no one else's, who would have to run its tasks."""
     asked: list[tuple[list[str], dict[str, str]]] = []
 

@@ -75,14 +75,14 @@ def naive(learner: Learner, sequence: list[int]) -> list[float]:
 # ── rows as tensors ───────────────────────────────────────────────────────────
 
 
-def test_what_rows_share_ends_before_the_first_trained_token() -> None:
+def test_shared_prefix_precedes_trained_tokens() -> None:
     one = Row([1, 2, 3, 4, 5], [0, 0, 0, 1, 1], [0.0] * 5)
     assert shared([one]) == 2  # the token that the first sample follows is in the tensors
     assert shared([one, replace(one, ids=[1, 9, 3, 4, 5])]) == 1
     assert shared([one, replace(one, ids=[7, 2, 3, 4, 5])]) == 0
 
 
-def test_a_batch_pads_at_the_end_and_masks_what_is_no_token() -> None:
+def test_batch_is_padded_and_masked() -> None:
     made = batch(
         [
             Row([1, 2, 3, 4], [0, 0, 0, 1], [0, 0, 0, -0.5], 1.0, 0.5),
@@ -98,12 +98,13 @@ def test_a_batch_pads_at_the_end_and_masks_what_is_no_token() -> None:
     assert (made.advantages.tolist(), made.weights.tolist()) == ([[1, 1, 0], [0, 0, 0]], [0.5, 1.0])
 
 
-def test_micro_batches_have_every_row_once_and_like_lengths_together() -> None:
+def test_micro_batches_group_similar_lengths() -> None:
+    """Micro-batches have every row once, and like lengths together."""
     given = [Row([0] * size, [0] * size, None) for size in (9, 3, 7, 1, 5)]
     assert [[len(row.ids) for row in few] for few in micro(given, 2)] == [[1, 3], [5, 7], [9]]
 
 
-def test_logprobs_behind_a_shared_prompt_are_those_of_a_plain_pass(learner: Learner) -> None:
+def test_shared_prompt_logprobs_match_plain(learner: Learner) -> None:
     given = rows(learner, 1.0, -1.0, 0.5)
     made = batch(given, shared(given))
     with torch.no_grad():
@@ -126,7 +127,7 @@ def test_logprobs_behind_a_shared_prompt_are_those_of_a_plain_pass(learner: Lear
     ("away", "advantage"),
     [(0.0, 1.0), (0.1, 1.0), (0.5, 1.0), (-0.5, 1.0), (0.5, -1.0), (-0.5, -1.0), (2.0, -1.0)],
 )
-def test_the_gradient_is_that_of_ppo_with_its_ratio_cut_at_the_cap(away: float, advantage: float) -> None:
+def test_gradient_matches_capped_ppo(away: float, advantage: float) -> None:
     """Against the objective as the paper has it, differentiated by torch; beyond the cap the weight is the
     cap.
     """
@@ -149,7 +150,7 @@ def test_the_gradient_is_that_of_ppo_with_its_ratio_cut_at_the_cap(away: float, 
     assert worst == pytest.approx(abs(away), abs=1e-6)
 
 
-def test_a_step_is_the_step_of_a_naive_computation() -> None:
+def test_step_matches_naive_computation() -> None:
     """The same AdamW step from the same weights, row by row, without a cache; the gradient through the prompt
     with it.
     """
@@ -181,7 +182,7 @@ def test_micro_batches_change_nothing(learner: Learner) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-def test_a_step_makes_the_good_row_likelier_and_the_bad_one_less_likely() -> None:
+def test_step_favours_the_better_row() -> None:
     one = fresh(inner=3)
     given = rows(one, 1.0, -1.0)
     one.learn(given)
@@ -195,7 +196,7 @@ def test_a_step_makes_the_good_row_likelier_and_the_bad_one_less_likely() -> Non
     assert gained[0] > 0 > gained[1]
 
 
-def test_rows_without_an_advantage_cost_nothing_and_change_nothing() -> None:
+def test_rows_without_advantage_change_nothing() -> None:
     one = fresh()
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
     done = one.learn(rows(one, 0.0, 0.0))
@@ -203,7 +204,8 @@ def test_rows_without_an_advantage_cost_nothing_and_change_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in one.model.state_dict().items())
 
 
-def test_logprobs_that_nobody_recorded_are_the_policys_own_before_the_batch() -> None:
+def test_missing_logprobs_use_starting_policy() -> None:
+    """Logprobs that nobody recorded are the policy's own before the batch."""
     one = fresh(inner=2)
     done = one.learn([replace(row, logprobs=None) for row in rows(one, 1.0, -1.0)])
     assert done.worst < 1e-6
@@ -279,7 +281,7 @@ def turn(learner: Learner, parent: Turn | None, prompt: str, sampled: str, **mor
     )
 
 
-def test_a_row_that_is_spelled_as_the_template_spells_comes_back_as_it_was(learner: Learner) -> None:
+def test_template_spelled_row_round_trips(learner: Learner) -> None:
     found = session(learner, CALL)
     (trace,) = found.traces
     again, mask = retold(trace, found, learner.tokenizer)
@@ -289,7 +291,7 @@ def test_a_row_that_is_spelled_as_the_template_spells_comes_back_as_it_was(learn
     assert learner.tokenizer.decode(again[len(trace.token_ids) :]).strip() == ""
 
 
-def test_a_row_that_is_spelled_otherwise_trains_tokens_that_nobody_sampled(learner: Learner) -> None:
+def test_misspelled_row_trains_unsampled_tokens(learner: Learner) -> None:
     found = session(learner, ODD)
     (trace,) = found.traces
     again, mask = retold(trace, found, learner.tokenizer)
@@ -299,7 +301,7 @@ def test_a_row_that_is_spelled_otherwise_trains_tokens_that_nobody_sampled(learn
     assert ODD not in trained
 
 
-def test_per_request_rows_are_more_rows_of_the_same_samples(learner: Learner) -> None:
+def test_per_request_rows_have_same_samples(learner: Learner) -> None:
     found = session(learner, CALL)
     apart = per_request(found.turns, {}).traces
     assert len(apart) == 2
@@ -309,7 +311,7 @@ def test_per_request_rows_are_more_rows_of_the_same_samples(learner: Learner) ->
 # ── tasks, curves, tables ─────────────────────────────────────────────────────
 
 
-def test_a_steps_tasks_are_the_same_each_time_and_of_no_other_step() -> None:
+def test_step_tasks_are_reproducible_and_distinct() -> None:
     first = tasks.of_step(0, seed=1, prompts=4, kinds=("write", "copy"))
     assert first == tasks.of_step(0, seed=1, prompts=4, kinds=("write", "copy"))
     assert [task.kind for task in first] == ["write", "copy", "write", "copy"]
@@ -319,7 +321,7 @@ def test_a_steps_tasks_are_the_same_each_time_and_of_no_other_step() -> None:
     assert tasks.held_out(2, ("follow",)) == tasks.held_out(2, ("follow",))
 
 
-def test_a_task_is_one_the_node_takes() -> None:
+def test_task_is_accepted_by_node() -> None:
     from polarnode.core.codec import read_task
 
     (task,) = tasks.of_step(0, seed=0, prompts=1, kinds=("follow",))
@@ -328,7 +330,7 @@ def test_a_task_is_one_the_node_takes() -> None:
     assert {file.path: file.text for file in spec.runtime.files} == dict(task.files)
 
 
-def test_a_curve_is_a_picture_with_a_point_a_value() -> None:
+def test_curve_has_point_per_value() -> None:
     picture = ElementTree.fromstring(svg({"a & b": [(1, 0.5), (2, 0.75)]}, title="t", x="minutes", goal=0.8))
     assert len([each for each in picture if each.tag.endswith("circle")]) == 2
     assert len([each for each in picture if each.tag.endswith("polyline")]) == 2
@@ -336,7 +338,7 @@ def test_a_curve_is_a_picture_with_a_point_a_value() -> None:
     assert smooth([0.0, 1.0, 1.0], 2) == [0.0, 0.5, 1.0]
 
 
-def test_a_runs_options_are_its_plan_and_its_recipe() -> None:
+def test_options_become_plan_and_recipe() -> None:
     given = command.parsed(
         ["--kinds", "write", "--steps", "3", "--overlap", "--lr", "0.5", "--stop-at", "0.8"]
     )
@@ -351,7 +353,7 @@ def test_a_runs_options_are_its_plan_and_its_recipe() -> None:
     assert command.recipe_of(given) == replace(Recipe(), lr=0.5)
 
 
-def test_a_table_has_a_line_a_run() -> None:
+def test_table_has_line_per_run() -> None:
     steps = [
         {
             "reward": reward,
@@ -379,11 +381,11 @@ def test_a_table_has_a_line_a_run() -> None:
     assert made[2] == "| faithful | 0 | 0.500 | 0.600 | 0.750 | 2 | 128 | 128 | 8 | 6,000 | 120 | 18 | 0.5 |"
 
 
-def test_two_free_ports_are_ports() -> None:
+def test_free_ports_are_valid_ports() -> None:
     assert all(0 < port < 65536 for port in (free_port(), free_port()))
 
 
-def test_sampling_in_step_gives_the_logits_of_a_plain_pass(learner: Learner) -> None:
+def test_stepwise_sampling_matches_plain_logits(learner: Learner) -> None:
     """Two sessions of different lengths behind one prompt, the shorter one started later."""
     dice = torch.Generator().manual_seed(1)
     head, one, other = (torch.randint(0, 2000, (size,), generator=dice).tolist() for size in (30, 6, 4))
@@ -432,7 +434,7 @@ def a_tree() -> list[Group]:
     return [group_of(*roots), group_of(session("three", 8, 1.0, forked_from=fork))]
 
 
-def test_every_token_of_a_tree_is_trained_once_with_its_own_advantage(tmp_path: Path) -> None:
+def test_tree_tokens_train_once_with_advantage(tmp_path: Path) -> None:
     plan = train.Plan(per_session=1, estimator="leave_one_out")
     run = train.Run(None, None, plan, tmp_path)  # type: ignore[arg-type]
     one, two, three = run.rows(a_tree())
@@ -449,14 +451,14 @@ def test_every_token_of_a_tree_is_trained_once_with_its_own_advantage(tmp_path: 
     assert all(row.teaches for row in (one, two, three))
 
 
-def test_a_run_ends_at_its_budget_of_tokens(tmp_path: Path) -> None:
+def test_run_ends_at_token_budget(tmp_path: Path) -> None:
     run = train.Run(None, None, train.Plan(tokens=100), tmp_path)  # type: ignore[arg-type]
     assert not run.enough()
     run._trained = 100
     assert run.enough()
 
 
-def test_flat_groups_and_trees_are_given_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_and_trees_share_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def remember(given: Any, arm: str, seed: int, changes: Any) -> Any:

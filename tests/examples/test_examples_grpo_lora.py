@@ -31,7 +31,8 @@ def own(learner: Learner, ids: list[int]) -> list[float]:
     return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def test_an_adapter_begins_as_nothing_and_a_step_changes_it_alone_as_peft_reads_it(tmp_path: Path) -> None:
+def test_new_adapter_is_neutral_until_step(tmp_path: Path) -> None:
+    """An adapter begins as nothing, and a step changes it alone, as PEFT reads it."""
     plain = Learner(TINY_MODEL, Recipe())
     learner = Learner(TINY_MODEL, Recipe(lora=4, alpha=8.0, lora_lr=1e-2, inner=2))
     assert learner.adapter is not None
@@ -66,7 +67,8 @@ def test_an_adapter_begins_as_nothing_and_a_step_changes_it_alone_as_peft_reads_
     assert max(abs(one - two) for one, two in zip(after[0], before[0], strict=True)) > 1e-2
 
 
-def test_the_same_seed_is_the_same_adapter_and_base_weights_never_move() -> None:
+def test_same_seed_gives_same_adapter() -> None:
+    """The same seed gives the same adapter, and base weights never move."""
     one, other = (Learner(TINY_MODEL, Recipe(lora=2)) for _ in range(2))
     assert one.adapter is not None
     assert other.adapter is not None

@@ -162,7 +162,7 @@ def line(said: str, table: int, name: str = "toy") -> list[str]:
     return [cell.strip() for cell in lines[table].strip("|").split("|")]
 
 
-def test_nothing_of_merging_is_in_it() -> None:
+def test_program_imports_no_merging() -> None:
     source = "".join(path.read_text() for path in (ROOT / "examples" / "meaning").glob("*.py"))
     taken = {
         each.split()[1]
@@ -176,7 +176,7 @@ def test_nothing_of_merging_is_in_it() -> None:
     }
 
 
-def test_rows_as_they_are_say_what_was_recorded(
+def test_unchanged_rows_mean_what_was_recorded(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(meaning, tmp_path, made) == 0
@@ -187,7 +187,7 @@ def test_rows_as_they_are_say_what_was_recorded(
     assert said.endswith("every recorded logprob is the model's own in the row as it is\n")
 
 
-def test_letters_sampled_one_by_one_are_lost_in_text(
+def test_letters_sampled_singly_are_lost(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And all that stands behind them is read with other eyes."""
@@ -199,7 +199,7 @@ def test_letters_sampled_one_by_one_are_lost_in_text(
     assert float(worst) > 0.02
 
 
-def test_what_a_template_writes_just_so_stays(
+def test_exact_template_text_is_kept(
     meaning: Any, usual: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(meaning, tmp_path, usual, requests=recorded(tmp_path)) == 0
@@ -210,7 +210,7 @@ def test_what_a_template_writes_just_so_stays(
     assert more == ["1 for 1"]
 
 
-def test_a_call_spelled_otherwise_breaks_the_row(
+def test_misspelled_call_breaks_the_row(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(meaning, tmp_path, made, requests=recorded(tmp_path))
@@ -220,7 +220,7 @@ def test_a_call_spelled_otherwise_breaks_the_row(
     assert int(off.split()[0]) > 0
 
 
-def test_only_what_the_harness_changed_breaks(
+def test_only_harness_changes_break_rows(
     meaning: Any, usual: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A text left out: the first turn's tokens go with it, and the second is read behind another history."""
@@ -231,7 +231,7 @@ def test_only_what_the_harness_changed_breaks(
     assert int(line(said, 2, "toy at temperature 0.7")[4].split()[0]) > 0
 
 
-def test_a_request_that_is_no_turns_is_not_compared(
+def test_request_without_turns_is_skipped(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = recorded(tmp_path)
@@ -266,7 +266,7 @@ def other_temperature(value: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [other_logprob, other_token, other_prompt, other_temperature])
-def test_it_can_say_no(
+def test_changed_trajectory_is_rejected(
     meaning: Any,
     made: dict[str, Any],
     tmp_path: Path,
@@ -309,7 +309,7 @@ def outside_the_sample(value: dict[str, Any]) -> None:
         (outside_the_sample, "not sampled by any turn"),
     ],
 )
-def test_what_it_can_not_check_it_does_not_pass(
+def test_uncheckable_trajectory_does_not_pass(
     meaning: Any,
     made: dict[str, Any],
     tmp_path: Path,
@@ -329,7 +329,7 @@ def test_nothing_to_check_is_no_success(
     assert "there is nothing to check" in capsys.readouterr().out
 
 
-def test_the_end_of_a_long_row_is_read_behind_the_rest(
+def test_end_of_long_row_has_context(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Slices of a row (`offset` tokens are before them) have the same logprobs as the row."""
@@ -356,7 +356,7 @@ def test_the_end_of_a_long_row_is_read_behind_the_rest(
     ]
 
 
-def test_what_a_script_said_is_not_the_models(
+def test_scripted_tokens_are_not_the_models(
     meaning: Any, made: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A steered engine gives it one choice a step: no logprob of it can be checked, and those behind
@@ -371,7 +371,7 @@ def test_what_a_script_said_is_not_the_models(
     assert cells[5] == str(sum(trace["loss_mask"][end:]))
 
 
-def test_common_runs_are_found_behind_what_differs(meaning: Any) -> None:
+def test_common_runs_after_differences(meaning: Any) -> None:
     common = meaning.retold.common
     assert list(common([1, 2, 3], [1, 2, 3])) == [(0, 0), (1, 1), (2, 2)]
     assert list(common([1, 2, 3, 4], [1, 9, 9, 3, 4])) == [(0, 0), (2, 3), (3, 4)]

@@ -86,13 +86,13 @@ def verify(
     )
 
 
-def test_it_imports_nothing_of_polarnode() -> None:
+def test_script_imports_no_polarnode() -> None:
     source = VERIFY.read_text()
     assert "import polarnode" not in source
     assert "from polarnode" not in source
 
 
-def test_what_is_honest_passes(tmp_path: Path, honest: dict[str, Any]) -> None:
+def test_honest_trajectory_passes(tmp_path: Path, honest: dict[str, Any]) -> None:
     done = verify(tmp_path, honest, honest)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("2 traces, 10 trainable tokens, largest difference of a logprob ")
@@ -148,7 +148,7 @@ def outside_the_sample(value: dict[str, Any]) -> None:
         (outside_the_sample, "a trainable token was not sampled by any turn"),
     ],
 )
-def test_what_is_not_is_found(
+def test_dishonest_trajectory_is_found(
     honest: dict[str, Any], model: Any, script: Any, change: Callable[[dict[str, Any]], None], sentence: str
 ) -> None:
     value = json.loads(json.dumps(honest))
@@ -157,7 +157,7 @@ def test_what_is_not_is_found(
     assert any(each.startswith(sentence) for each in said), said
 
 
-def test_what_is_not_true_is_told_and_is_an_exit_code(tmp_path: Path, honest: dict[str, Any]) -> None:
+def test_faults_set_the_exit_code(tmp_path: Path, honest: dict[str, Any]) -> None:
     value = json.loads(json.dumps(honest))
     other_prompt(value)
     done = verify(tmp_path, honest, value)
@@ -169,7 +169,7 @@ def test_what_is_not_true_is_told_and_is_an_exit_code(tmp_path: Path, honest: di
     ("change", "sentence"),
     [(base64_arrays, "export them with arrays=json"), (a_penalty, "sampled with a penalty")],
 )
-def test_what_it_can_not_check_it_does_not_pass(
+def test_uncheckable_trajectory_does_not_pass(
     honest: dict[str, Any], model: Any, script: Any, change: Any, sentence: str
 ) -> None:
     value = json.loads(json.dumps(honest))
@@ -204,9 +204,7 @@ def sliced(value: dict[str, Any], at: int, *, until: int = 7) -> dict[str, Any]:
     return value | {"traces": [first, second], "turns": turns}
 
 
-def test_a_slice_is_judged_behind_what_the_others_show_of_its_row(
-    tmp_path: Path, honest: dict[str, Any], script: Any
-) -> None:
+def test_slice_is_judged_with_context(tmp_path: Path, honest: dict[str, Any], script: Any) -> None:
     value = sliced(honest, 7)
     assert script.put_together(value, value["traces"][1])["token_ids"] == honest["traces"][0]["token_ids"]
     done = verify(tmp_path, value)
@@ -219,7 +217,7 @@ def test_a_slice_is_judged_behind_what_the_others_show_of_its_row(
     ("trace", "place", "sentence"),
     [(0, 2, "trace 1: the prompt of turn 1"), (1, 0, "trace 1: the prompt of turn 1")],
 )
-def test_a_slice_behind_other_tokens_is_found(
+def test_slice_behind_other_tokens_is_found(
     tmp_path: Path, honest: dict[str, Any], trace: int, place: int, sentence: str
 ) -> None:
     value = sliced(json.loads(json.dumps(honest)), 7)
@@ -228,9 +226,7 @@ def test_a_slice_behind_other_tokens_is_found(
     assert (done.returncode, sentence in done.stdout) == (1, True), done.stdout
 
 
-def test_a_slice_whose_context_was_cut_away_is_not_judged_and_that_is_said(
-    tmp_path: Path, honest: dict[str, Any], script: Any
-) -> None:
+def test_slice_without_context_is_reported(tmp_path: Path, honest: dict[str, Any], script: Any) -> None:
     value = sliced(honest, 8)
     assert script.put_together(value, value["traces"][1]) is None
     done = verify(tmp_path, value)

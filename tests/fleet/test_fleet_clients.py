@@ -72,7 +72,7 @@ def of(trainer: Trainer, client: Any, *names: str) -> list[Any]:
     return [found[f"{trainer.mark}-{name}"] for name in names]
 
 
-def test_a_task_is_submitted_seen_and_cancelled(trainer: Trainer) -> None:
+def test_task_is_submitted_seen_and_cancelled(trainer: Trainer) -> None:
     client, spec = trainer.client(), trainer.task("slow", seconds=600)
     taken = client.submit(spec)
     assert (taken.task_id, taken.created, len(taken.session_ids)) == (spec["task_id"], True, SAMPLES)
@@ -121,7 +121,7 @@ def test_session_is_forked_at_any_node(trainer: Trainer) -> None:
     assert (refused.value.status, refused.value.path) == (400, "$.fork.session")
 
 
-def test_live_sessions_are_those_of_every_node(trainer: Trainer) -> None:
+def test_live_sessions_of_every_node(trainer: Trainer) -> None:
     client, specs = trainer.client(), [trainer.task(name, seconds=600) for name in ("one", "two")]
     stream = client.live_sessions()
     taken = {each for spec in specs for each in client.submit(spec).session_ids}
@@ -140,7 +140,7 @@ def test_live_sessions_are_those_of_every_node(trainer: Trainer) -> None:
     stream.close()
 
 
-def test_a_source_is_submitted_task_by_task(trainer: Trainer) -> None:
+def test_source_is_submitted_by_task(trainer: Trainer) -> None:
     client = trainer.client()
     path, more = DATA / "polar" / "task.json", {"runtime": {"volumes": []}, "task_id": trainer.mark}
     [submitted] = client.submit_source(path, harness="pi", samples=3, over=more)
@@ -150,7 +150,7 @@ def test_a_source_is_submitted_task_by_task(trainer: Trainer) -> None:
         client.submit_source(DATA / "swe" / "rows.jsonl", harness="codex")
 
 
-def test_an_error_is_the_nodes_sentence(trainer: Trainer) -> None:
+def test_error_is_the_nodes_sentence(trainer: Trainer) -> None:
     client = trainer.client()
     with pytest.raises(ClientError, match="did you mean num_samples") as caught:
         client.submit({"instruction": "x", "harness": {"name": "pi"}, "nun_samples": 1})
@@ -174,7 +174,7 @@ def test_an_error_is_the_nodes_sentence(trainer: Trainer) -> None:
         client.trajectories(ack=True)
 
 
-def test_a_session_comes_in_every_way_alike(trainer: Trainer, tmp_path: Path) -> None:
+def test_session_is_equal_by_every_route(trainer: Trainer, tmp_path: Path) -> None:
     client, spec = trainer.client(), trainer.task("one", samples=1)
     client.submit(spec)
     [group] = of(trainer, client, "one")
@@ -197,7 +197,7 @@ def test_a_session_comes_in_every_way_alike(trainer: Trainer, tmp_path: Path) ->
     assert (missing.value.status, (tmp_path / "never.tar").exists()) == (404, False)
 
 
-def test_weights_that_no_node_holds_are_the_nodes_sentence(trainer: Trainer) -> None:
+def test_unheld_weights_give_nodes_sentence(trainer: Trainer) -> None:
     client, spec = trainer.client(), trainer.task("held", samples=1)
     (session,) = client.submit(spec).session_ids
     of(trainer, client, "held")
@@ -205,7 +205,7 @@ def test_weights_that_no_node_holds_are_the_nodes_sentence(trainer: Trainer) -> 
         client.score_session(session, weights="nosuch")
 
 
-def test_what_was_acknowledged_does_not_come_again(trainer: Trainer) -> None:
+def test_acknowledged_events_do_not_return(trainer: Trainer) -> None:
     client, consumer = trainer.client(), trainer.mark
     names = [f"{number}" for number in range(4)]
     for name in names:
@@ -250,7 +250,7 @@ def test_groups_come_whole_and_once(trainer: Trainer) -> None:
     assert list(client.groups(consumer=consumer, ack=True, follow=False)) == []
 
 
-def test_an_agent_of_ones_own_is_captured(trainer: Trainer) -> None:
+def test_own_agent_is_captured(trainer: Trainer) -> None:
     client = trainer.client()
     with client.capture(task_id=f"{trainer.mark}-mine", metadata={"row": 7}) as session:
         session.reward = 0.5
@@ -261,7 +261,8 @@ def test_an_agent_of_ones_own_is_captured(trainer: Trainer) -> None:
     assert broken.result.outcome.status == "failed"
 
 
-def test_the_page_is_served_with_the_groups_and_pieces_of_all_nodes(trainer: Trainer) -> None:
+def test_page_shows_groups_of_all_nodes(trainer: Trainer) -> None:
+    """The page is served with the groups and pieces of all nodes."""
     client = trainer.client()
     tasks = [client.submit(trainer.task(name, samples=1)) for name in ("page-a", "page-b")]
     of(trainer, client, "page-a", "page-b")
@@ -285,7 +286,7 @@ def test_the_page_is_served_with_the_groups_and_pieces_of_all_nodes(trainer: Tra
         assert page.headers["Content-Security-Policy"].startswith("default-src 'none'")
 
 
-def test_logs_of_sessions_and_nodes_are_read(trainer: Trainer) -> None:
+def test_session_and_node_logs_are_read(trainer: Trainer) -> None:
     client = trainer.client()
     taken = client.submit(trainer.task("log", samples=1))
     of(trainer, client, "log")
@@ -302,7 +303,7 @@ def test_logs_of_sessions_and_nodes_are_read(trainer: Trainer) -> None:
         assert missing.value.status == 404
 
 
-def test_a_fresh_reader_of_a_used_fleet_begins_at_the_newest_event(trainer: Trainer) -> None:
+def test_fresh_reader_begins_at_newest(trainer: Trainer) -> None:
     client, consumer = trainer.client(), f"{trainer.mark}-fresh"
     client.submit(trainer.task("old", samples=1))
     of(trainer, client, "old")

@@ -71,7 +71,7 @@ def nodes_of(client: PolarnodeClient, run: str) -> set[str]:
 # ── rollouts ──────────────────────────────────────────────────────────────────
 
 
-def test_the_groups_of_a_plug_in_come_from_both_nodes(url: str, client: PolarnodeClient) -> None:
+def test_plug_in_groups_from_both_nodes(url: str, client: PolarnodeClient) -> None:
     settings = settings_of(url, "groups")
     specs = [task_of(settings, {"prompt": f"do {number}"}, samples=3) for number in range(6)]
     groups = rollout_groups(settings, specs)
@@ -80,7 +80,7 @@ def test_the_groups_of_a_plug_in_come_from_both_nodes(url: str, client: Polarnod
     assert len(nodes_of(client, "groups")) == 2
 
 
-def test_who_leaves_takes_the_task_along(url: str, client: PolarnodeClient) -> None:
+def test_leaving_trainer_cancels_its_task(url: str, client: PolarnodeClient) -> None:
     settings = settings_of(url, "leaver", seconds=600.0)
 
     async def leave() -> None:
@@ -111,7 +111,7 @@ class Rows:
         return [row[at] for row in self.rows] if isinstance(at, str) else self.rows[at]
 
 
-def test_trls_rollout_function_is_given_the_rows_of_a_fleet(url: str, client: PolarnodeClient) -> None:
+def test_trl_rollout_function_gets_rows(url: str, client: PolarnodeClient) -> None:
     """What GRPOTrainer calls, with its prompts and with what it reads of the answer."""
     rows = [{"prompt": f"task {number}", "polarnode": json.dumps(template())} for number in range(3)]
     trainer = SimpleNamespace(
@@ -138,7 +138,7 @@ def test_trls_rollout_function_is_given_the_rows_of_a_fleet(url: str, client: Po
     assert len(nodes_of(client, "trl")) == 2
 
 
-def test_trls_asynchronous_worker_reads_groups_of_a_fleet(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_async_worker_reads_groups(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without TRL's own type of a row, which its own tests have."""
     monkeypatch.setattr(plugin, "samples_of", lambda group, number, *_, **__: [(number, group)])
     dataset = [{"prompt": f"task {number}"} for number in range(3)]
@@ -192,7 +192,7 @@ def rollout(address: str, row: dict[str, Any]) -> VerifyResponse:
     return VerifyResponse.model_validate(answer.json())
 
 
-def test_gyms_rows_become_rollouts_of_a_fleet(url: str, client: PolarnodeClient, tmp_path: Path) -> None:
+def test_gym_rows_become_rollouts(url: str, client: PolarnodeClient, tmp_path: Path) -> None:
     file = tmp_path / "template.toml"
     file.write_text(TEMPLATE)
     rows: list[dict[str, Any]] = [{"seconds": "0.2", "_ng_rollout_id": f"{number}-0"} for number in range(6)]

@@ -210,9 +210,7 @@ async def another_head(fleet: RayFleet) -> None:
     await fleet.ended(await fleet.submit(1.0))
 
 
-async def test_nothing_of_ray_is_needed_once_nodes_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nodes_run_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ray_launcher, "PAUSES", evolve(ray_launcher.PAUSES, longest_s=2.0))

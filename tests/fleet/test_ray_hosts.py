@@ -68,7 +68,7 @@ def names(found: list[RayMachine]) -> list[str]:
 # ── which machines ────────────────────────────────────────────────────────────
 
 
-def test_a_machine_has_a_node_when_it_lives_and_has_gpus() -> None:
+def test_living_gpu_machines_get_nodes() -> None:
     head = listed("head", Resources={"CPU": 8.0})
     half = listed("half", Resources={"GPU": 4.0})
     found = [head, half, listed("b"), listed("a"), listed("dead", alive=False)]
@@ -77,7 +77,8 @@ def test_a_machine_has_a_node_when_it_lives_and_has_gpus() -> None:
     assert names(find_machines(found, wants(0))) == ["a", "b", "half", "head"]
 
 
-def test_marked_machines_alone_have_nodes_where_any_is_marked() -> None:
+def test_only_marked_machines_get_nodes() -> None:
+    """Marked machines alone have nodes, where any machine is marked."""
     marked = listed("m", Resources={HOST_RESOURCE: 1.0}, Labels={NAME_LABEL: "gpu-7"})
     gone = listed("gone", alive=False, Resources={HOST_RESOURCE: 1.0})
     (found,) = find_machines([listed("a"), marked, gone], wants(8))
@@ -88,7 +89,7 @@ def test_marked_machines_alone_have_nodes_where_any_is_marked() -> None:
     assert find_machines([listed("a"), gone], evolve(wants(8), marked=True)) == []
 
 
-def test_a_machine_that_cannot_have_a_node_is_one_sentence() -> None:
+def test_unusable_machine_is_one_sentence() -> None:
     (machine,) = find_machines([listed("a")], wants(8))
     assert machine_refusal(machine, "t") is None
     assert "set POLARNODE_TOKEN" in (machine_refusal(machine, None) or "")
@@ -97,7 +98,7 @@ def test_a_machine_that_cannot_have_a_node_is_one_sentence() -> None:
         assert NAME_LABEL in (machine_refusal(evolve(machine, name=name), "t") or "")
 
 
-def test_a_node_gets_its_address_its_gpus_and_the_options() -> None:
+def test_node_arguments_include_address_and_gpus() -> None:
     (machine,) = find_machines([listed("a")], wants(8))
     order = RayOrder(address="auto", gpus_per_node=8, folder="/x", options=("--model", "/m"), token="t")
     found = node_arguments(HostOrder(machine=machine, order=order), 8080, "/x/a")
@@ -112,7 +113,7 @@ def test_a_node_gets_its_address_its_gpus_and_the_options() -> None:
     assert "'t'" not in repr(order), "a token is in no log"
 
 
-def test_an_order_is_recognised_by_what_a_node_depends_on() -> None:
+def test_order_digest_covers_node_settings() -> None:
     order = RayOrder(address="auto", gpus_per_node=8, folder="/x", token="t")
     assert evolve(order, address="10.0.0.1:6379", stop=True).digest == order.digest
     for other in ({"token": "u"}, {"options": ("--tp", "2")}, {"folder": "/y"}, {"gpus_per_node": 4}):
@@ -158,7 +159,7 @@ def lose(actor: NodeHost) -> None:
     actor._lifeline_lock = None
 
 
-def test_an_actor_starts_a_node_and_the_next_one_adopts_it(tmp_path: Path) -> None:
+def test_next_actor_adopts_running_node(tmp_path: Path) -> None:
     order = host_order(tmp_path, "-c", PROGRAM, "{host}", "{port}")
     with ended_by_record(tmp_path):
         first = NodeHost(order)
@@ -177,7 +178,7 @@ def test_an_actor_starts_a_node_and_the_next_one_adopts_it(tmp_path: Path) -> No
         assert process_start(report.pid) != NodeRecord.read(tmp_path / "m.json").began  # type: ignore[union-attr]
 
 
-def test_a_node_that_is_killed_is_started_again_at_its_address(tmp_path: Path) -> None:
+def test_killed_node_restarts_at_its_address(tmp_path: Path) -> None:
     order = host_order(tmp_path, "-c", PROGRAM, "{host}", "{port}")
     with ended_by_record(tmp_path):
         actor = NodeHost(order)
@@ -189,7 +190,7 @@ def test_a_node_that_is_killed_is_started_again_at_its_address(tmp_path: Path) -
         actor.stop()
 
 
-def test_a_node_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_failed_node_start_gives_reason(tmp_path: Path) -> None:
     actor = NodeHost(host_order(tmp_path, "-c", "raise SystemExit('choose where the model runs')"))
     found = until(lambda: (found := actor.look()).problem and found, "a problem")
     assert found.problem == "its node is not up: choose where the model runs"
@@ -197,7 +198,7 @@ def test_a_node_that_cannot_start_says_why(tmp_path: Path) -> None:
     actor.stop()
 
 
-def test_a_node_gets_its_secrets_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_go_through_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = "import os, json; print(json.dumps(dict(os.environ)), flush=True); import time; time.sleep(60)"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with ended_by_record(tmp_path):
@@ -218,7 +219,7 @@ def test_a_node_gets_its_secrets_by_the_environment(tmp_path: Path, monkeypatch:
         actor.stop()
 
 
-def test_two_starts_at_once_are_one_node(tmp_path: Path) -> None:
+def test_second_start_finds_lock_taken(tmp_path: Path) -> None:
     held = take_lock(tmp_path / "m.json")
     assert held is not None
     argv = [sys.executable, "-m", "polarnode.fleet.ray_host", str(tmp_path / "m.json"), "http://127.0.0.1:1"]
@@ -251,7 +252,7 @@ sys.stdin.read()
 """
 
 
-async def test_a_driver_that_dies_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_driver_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with a_driver(monkeypatch, tmp_path, ONE_LINE) as order, trio.fail_after(60):
         async with ray_nodes(order, tmp_path) as nodes:
             assert nodes.urls == {"m": "http://127.0.0.1:1"}
@@ -264,7 +265,7 @@ async def test_a_driver_that_dies_is_started_again(tmp_path: Path, monkeypatch: 
             assert nodes.urls == {"m": "http://127.0.0.1:1"}
 
 
-async def test_no_cluster_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_cluster_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = """
 import json
 print(json.dumps({"error": "there is no Ray cluster at auto"}), flush=True)
@@ -275,7 +276,7 @@ print(json.dumps({"error": "there is no Ray cluster at auto"}), flush=True)
             raise AssertionError("it began without a cluster")
 
 
-async def test_machines_once_marked_stay_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_marked_machines_stay_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next driver is told, or the death of all marked machines would choose others."""
     program = """
 import json, sys
@@ -288,9 +289,7 @@ print(json.dumps({"nodes": {"m": "marked" if order["marked"] else "any"}, "marke
                 await trio.sleep(0.02)
 
 
-async def test_a_driver_that_hangs_or_babbles_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hanging_or_invalid_driver_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_launcher, "SILENT_S", 0.5)
     program = ONE_LINE.replace("sys.stdin.read()", "print('not JSON', flush=True); sys.stdin.read()")
     for each in (ONE_LINE, program):
@@ -300,7 +299,7 @@ async def test_a_driver_that_hangs_or_babbles_is_replaced(
                     await trio.sleep(0.02)
 
 
-def test_the_driver_looks_again_after_an_actor_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_retries_after_actor_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """An actor whose name is being given back is asked for again; a machine that is refused is not."""
     asked: list[str] = []
 
@@ -324,7 +323,7 @@ def test_the_driver_looks_again_after_an_actor_failed(monkeypatch: pytest.Monkey
     )
 
 
-def test_a_line_of_the_driver_is_read_as_written() -> None:
+def test_driver_line_round_trips() -> None:
     news = RayNews(nodes={"a": "http://a:1"}, problems={"b": "x"})
     with open(os.devnull, "r+b") as sink:
         ray_hosts._write_news(sink, news)
@@ -334,7 +333,7 @@ def test_a_line_of_the_driver_is_read_as_written() -> None:
 # ── the command ────────────────────────────────────────────────────────────
 
 
-def test_without_the_package_the_command_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ray_suggests_installation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_launcher.importlib.util, "find_spec", lambda name: None)
     found = CliRunner().invoke(main, ["fleet", "--ray", "auto", "--log", "host=/nowhere"])
     assert found.exit_code == 1
@@ -347,7 +346,7 @@ def test_stop_needs_a_cluster() -> None:
     assert "--ray" in found.output
 
 
-def test_where_no_cluster_is_the_command_ends_with_a_sentence(tmp_path: Path) -> None:
+def test_command_without_cluster_ends_clearly(tmp_path: Path) -> None:
     arguments = ["--ray", "nothing", "--log", "host=/nowhere", "--state-dir", str(tmp_path)]
     argv = [sys.executable, "-m", "polarnode.cli", "fleet", *arguments]
     found = subprocess.run(argv, capture_output=True, text=True, timeout=60)

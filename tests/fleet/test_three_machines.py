@@ -187,7 +187,7 @@ def cluster() -> Iterator[Cluster]:
         yield found
 
 
-def test_newcomers_machines_are_a_fleet(machines: list[FakeMachine], cluster: Cluster) -> None:
+def test_three_documented_machines_form_fleet(machines: list[FakeMachine], cluster: Cluster) -> None:
     dsn = f"{cluster.database(())} password=very-secret"
     begun = time.monotonic()
 

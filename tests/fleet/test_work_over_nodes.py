@@ -99,7 +99,7 @@ async def test_two_nodes_send_each_event_once(dsn: str) -> None:
 # ── evaluations ───────────────────────────────────────────────────────────────
 
 
-async def test_evaluation_of_a_lost_node_is_finished(
+async def test_evaluation_of_lost_node_is_finished(
     dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "TAKE_OVER_INTERVAL_S", 0.05)
@@ -141,7 +141,7 @@ async def test_evaluation_of_a_lost_node_is_finished(
 # ── another primary ───────────────────────────────────────────────────────────
 
 
-async def test_log_without_results_is_told_again(dsn: str, tmp_path: Path) -> None:
+async def test_lost_results_are_sent_again(dsn: str, tmp_path: Path) -> None:
     """The log is an earlier one from one moment to the next, as behind a proxy, and no call of it failed."""
     lacks = (
         "BEGIN; SET search_path = polarnode; TRUNCATE tasks, sessions, events, bodies CASCADE;"
@@ -252,7 +252,7 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
         assert await here.elsewhere(resume) is None, "nobody has it any more: the fork says so itself"
 
 
-async def test_fork_that_belongs_elsewhere_is_given_back(
+async def test_misplaced_fork_is_given_back(
     dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs no retry, and this node leaves its place to the other one for a while."""

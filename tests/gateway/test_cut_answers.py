@@ -45,9 +45,10 @@ def told(path: str, body: Any) -> str:
 
 @pytest.mark.parametrize("path", list(BODIES))
 @pytest.mark.parametrize("calls_first", [False, True])
-async def test_length_is_said_beside_calls(
+async def test_length_cut_beside_calls(
     autojump_clock: trio.testing.MockClock, path: str, calls_first: bool
 ) -> None:
+    """An answer cut at its limit beside a call ends as its harness expects."""
     said = CALL + HALF
     here = stage(scripted(f"{said} and more"), sampling=Sampling(max_tokens=len(spelled(*said.split("|")))))
     here.s1.calls_first = calls_first

@@ -124,7 +124,8 @@ def _wire(path: str, body: dict[str, Any]) -> tuple[str, bytes]:
     return path, json.dumps(body).encode()
 
 
-async def test_dead_end_keeps_what_was_sampled(engine: HandEngine) -> None:
+async def test_refusal_in_mid_answer_keeps_sample(engine: HandEngine) -> None:
+    """A refusal in the middle of an answer keeps the sample."""
     here = stage(engine)
     path, body, _ = ASKED["sglang"]
     engine.give("ab")
@@ -134,7 +135,7 @@ async def test_dead_end_keeps_what_was_sampled(engine: HandEngine) -> None:
     assert [(turn.state, turn.refused, bool(turn.sampled)) for turn in here.turns] == [("failed", True, True)]
 
 
-async def test_choices_are_refused_together(engine: HandEngine) -> None:
+async def test_refused_choices_cost_one_call(engine: HandEngine) -> None:
     here = stage(engine, max_turns=2)
     path, body, _ = ASKED["chat"]
     engine.fail(EngineRefusal(WHY))

@@ -53,7 +53,7 @@ from polarnode.tokens.parser import Parser
 # ── a whole request ───────────────────────────────────────────────────────────
 
 
-def test_a_stream_from_its_question_to_its_end() -> None:
+def test_stream_from_request_to_end() -> None:
     scene = ExchangeScene()
     commands = scene.play(
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
@@ -81,7 +81,8 @@ def test_a_stream_from_its_question_to_its_end() -> None:
     assert turn.message_key == scene.plan.after(turn.answer)
 
 
-def test_the_first_token_came_when_its_chunk_says() -> None:
+def test_first_token_time_from_chunk() -> None:
+    """The first token came when its chunk says."""
     scene = ExchangeScene()
     commands = scene.play(
         (rendered(), [order(temperature=1.0, max_tokens=98)]),
@@ -94,7 +95,8 @@ def test_the_first_token_came_when_its_chunk_says() -> None:
     assert (turn.first_token_s, turn.ended_s) == (0.75, 2.5)
 
 
-def test_a_whole_answer_is_one_reply_after_its_record() -> None:
+def test_whole_answer_follows_its_record() -> None:
+    """A whole answer is one reply, sent after its turn is recorded."""
     scene = ExchangeScene(stream=False)
     commands = scene.play(
         (Quiet(), []),  # nothing can keep it alive
@@ -108,7 +110,7 @@ def test_a_whole_answer_is_one_reply_after_its_record() -> None:
     assert json.loads(reply.body)["choices"][0]["message"]["content"] == "Hi!"
 
 
-def test_the_turn_is_recorded_before_the_last_bytes() -> None:
+def test_turn_recorded_before_last_bytes() -> None:
     for stream in (True, False):
         scene = ExchangeScene(ANTHROPIC, stream=stream)
         scene.to_generation()
@@ -118,7 +120,7 @@ def test_the_turn_is_recorded_before_the_last_bytes() -> None:
         )
 
 
-def test_a_call_is_sent_whole() -> None:
+def test_call_is_streamed_whole() -> None:
     scene = ExchangeScene()
     scene.to_generation()
     tokens = [CALL, *b'{"name": "go", "arguments": {"to": 1}}']
@@ -141,7 +143,8 @@ def test_a_call_is_sent_whole() -> None:
     assert scene.turn(commands).finish_reason == "tool_calls"
 
 
-def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
+def test_unread_bytes_kept_until_end() -> None:
+    """Text that the harness has not received is held until the end."""
     scene = ExchangeScene()
     scene.to_generation()
     scene.play((chunk("a\n\n"), [says('"content":"a"')]), (Quiet(), [says('"delta":{}')]))
@@ -157,9 +160,8 @@ def test_what_the_harness_did_not_get_to_see_is_held_to_the_end() -> None:
 
 
 @pytest.mark.parametrize(("spoken", "sign"), [(CHAT, '"role":"assistant"'), (ANTHROPIC, "event: ping")])
-def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
-    spoken: Dialect, sign: str
-) -> None:
+def test_keepalive_in_dialect_before_prompt(spoken: Dialect, sign: str) -> None:
+    """Silence is broken in the dialect's own data, even before the prompt is rendered."""
     scene = ExchangeScene(spoken)
     scene.play(
         (Quiet(), [says(sign)]),
@@ -169,7 +171,8 @@ def test_silence_is_broken_in_the_dialects_own_data_even_before_the_prompt(
     )
 
 
-def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached_tokens() -> None:
+def test_anthropic_start_waits_for_chunk() -> None:
+    """Anthropic's start waits for the first chunk because it counts the cached tokens."""
     scene = ExchangeScene(ANTHROPIC)
     scene.to_generation(b"hello")
     scene.play(
@@ -197,9 +200,10 @@ def test_anthropics_start_waits_for_the_first_chunk_because_it_counts_the_cached
         ({"max_tokens": 20}, {"max_tokens": 5}, None, {"temperature": 1.0, "max_tokens": 20}),
     ],
 )
-def test_the_tasks_sampling_wins_and_both_are_recorded(
+def test_task_sampling_wins_both_recorded(
     task: dict[str, Any], asked: dict[str, Any], room: int | None, used: dict[str, Any]
 ) -> None:
+    """The task's sampling wins over the client's, and both are recorded."""
     scene = ExchangeScene(task=Sampling(**task), token_room=room, **asked)
     commands = scene.play(
         (rendered(), [order(**used)]),
@@ -210,7 +214,8 @@ def test_the_tasks_sampling_wins_and_both_are_recorded(
     assert turn.asked == Sampling(**asked)
 
 
-def test_a_reader_learns_what_was_not_obeyed() -> None:
+def test_notes_name_what_was_ignored() -> None:
+    """The turn's notes say what of the request was not obeyed."""
     conversation = Conversation(messages=(Message(role="user", text="hi"),), tool_choice="required")
     scene = ExchangeScene(conversation=conversation, ignored=("$.response_format",))
     scene.play(
@@ -228,7 +233,8 @@ def test_a_reader_learns_what_was_not_obeyed() -> None:
 # ── stop strings ──────────────────────────────────────────────────────────────
 
 
-def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
+def test_stop_string_ends_sample_exactly() -> None:
+    """A stop string ends the sample at the token that completes it."""
     scene = ExchangeScene(stop=("END",), stream=False)
     scene.to_generation()
     commands = scene.play(
@@ -243,7 +249,8 @@ def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it() -> None:
     assert (turn.answer.text, turn.answer.stop_string) == ("yes ", "END")
 
 
-def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
+def test_stop_in_last_chunk_without_abort() -> None:
+    """A stop string in the last chunk needs no abort."""
     scene = ExchangeScene(stop=("!",))
     scene.to_generation()
     scene.play((chunk("ha!", "length"), [RecordTurn, KeepResponse, Send, EndStream]))
@@ -256,7 +263,8 @@ def test_a_stop_string_in_the_last_chunk_needs_no_abort() -> None:
     ("spoken", "words"),
     [(CHAT, "maximum context length is 100"), (ANTHROPIC, "prompt is too long: 100 tokens > 100 maximum")],
 )
-def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dialect, words: str) -> None:
+def test_long_context_refused_in_dialect(spoken: Dialect, words: str) -> None:
+    """A long context is refused in the words that harnesses compact on."""
     scene = ExchangeScene(spoken)
     fault = Fault(
         kind="context_too_long",
@@ -271,12 +279,13 @@ def test_a_long_context_is_refused_in_the_words_harnesses_compact_on(spoken: Dia
     assert words in json.loads(reply.body)["error"]["message"]
 
 
-def test_a_refusal_after_a_sign_of_life_cuts_the_stream() -> None:
+def test_refusal_after_keepalive_cuts_stream() -> None:
     scene = ExchangeScene()
     scene.play((Quiet(), [Send]), (rendered(b"x" * 100), [CountRefusal, Break]))
 
 
-def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
+def test_template_refusal_is_client_fault() -> None:
+    """A conversation that the template refuses is the client's fault."""
     scene = ExchangeScene(ANTHROPIC)
     commands = scene.play(
         (RequestRefused(error=Refused("no system here", path="$.messages")), [CountRefusal, Reply]),
@@ -287,7 +296,7 @@ def test_a_conversation_the_template_refuses_is_the_clients_fault() -> None:
     }  # type: ignore[union-attr]
 
 
-def test_a_refused_plan_leaves_no_turn() -> None:
+def test_refused_plan_leaves_no_turn() -> None:
     scene = ExchangeScene()
     scene.play((rendered(b"x" * 100), [CountRefusal, Reply]))
     assert scene.lineages.turns == ()
@@ -297,7 +306,8 @@ def test_a_refused_plan_leaves_no_turn() -> None:
 # ── failures ──────────────────────────────────────────────────────────────────
 
 
-def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after() -> None:
+def test_engine_failure_before_first_byte() -> None:
+    """An engine that fails before the first byte is a status with Retry-After."""
     scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((EngineFailed(error=EngineError("the host died"), at=12.0), [RecordTurn, Reply]))
@@ -309,7 +319,8 @@ def test_an_engine_that_fails_before_the_first_byte_is_a_status_with_retry_after
 
 
 @pytest.mark.parametrize(("spoken", "words"), [(CHAT, []), (ANTHROPIC, [says("event: error", "api_error")])])
-def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialect, words: list[Any]) -> None:
+def test_engine_failure_in_stream(spoken: Dialect, words: list[Any]) -> None:
+    """An engine that fails in the stream never ends it cleanly."""
     scene = ExchangeScene(spoken)
     scene.to_generation()
     commands = scene.play(
@@ -321,7 +332,7 @@ def test_an_engine_that_fails_in_the_stream_never_ends_it_cleanly(spoken: Dialec
     assert turn.state == "failed"
 
 
-def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
+def test_disconnect_keeps_partial_turn() -> None:
     scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((chunk("half"), [Send]), (ClientLeft(at=12.0), [RecordTurn]), (chunk("more"), []))
@@ -331,14 +342,16 @@ def test_a_client_that_leaves_keeps_its_partial_turn() -> None:
     assert turn.answer.text == "half"
 
 
-def test_a_client_that_leaves_before_the_prompt_was_rendered_leaves_nothing() -> None:
+def test_disconnect_before_render_leaves_nothing() -> None:
+    """A client that leaves before the prompt was rendered leaves nothing."""
     scene = ExchangeScene()
     scene.play((ClientLeft(at=12.0), []), (rendered(), []))
     assert scene.lineages.plan(HI).reason == "first"
     assert Exchange(scene.terms).receive(ClientLeft(at=1.0)) == []
 
 
-def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
+def test_nothing_attaches_to_unsampled_turn() -> None:
+    """Nothing attaches to a turn of which nothing was sampled."""
     scene = ExchangeScene()
     scene.to_generation()
     turn = scene.turn(scene.play((ClientLeft(at=12.0), [RecordTurn])))
@@ -346,7 +359,8 @@ def test_nothing_attaches_to_a_turn_of_which_nothing_was_sampled() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> None:
+def test_session_end_answers_waiting_client(stream: bool) -> None:
+    """A session that ends says so to a client that waits."""
     scene = ExchangeScene(stream=stream)
     scene.to_generation()
     commands = scene.play((SessionEnded(at=12.0), [RecordTurn, Reply]))
@@ -354,7 +368,8 @@ def test_a_session_that_ends_says_so_to_a_client_that_waits(stream: bool) -> Non
     assert scene.turn(commands).state == "partial"
 
 
-def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
+def test_session_end_cuts_stream_and_render() -> None:
+    """A session that ends cuts a stream and abandons a rendering."""
     scene = ExchangeScene()
     scene.to_generation()
     scene.play((chunk("half"), [Send]), (SessionEnded(at=12.0), [RecordTurn, Break]))
@@ -363,7 +378,8 @@ def test_a_session_that_ends_cuts_a_stream_and_abandons_a_rendering() -> None:
     assert scene.lineages.plan(HI).reason == "first"
 
 
-def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again() -> None:
+def test_engine_abort_is_partial_turn() -> None:
+    """A sample the engine aborted is partial, and its client is told to ask again."""
     scene = ExchangeScene()
     scene.to_generation()
     commands = scene.play((chunk("half", "abort"), [RecordTurn, Reply]))
@@ -375,14 +391,16 @@ def test_a_sample_the_engine_aborted_is_partial_and_its_client_told_to_ask_again
 # ── what holds it together ────────────────────────────────────────────────────
 
 
-def test_a_machine_that_was_asked_nothing_refuses_to_go_on() -> None:
+def test_events_out_of_order_are_refused() -> None:
+    """An exchange that was asked nothing refuses to go on."""
     with pytest.raises(ValueError, match="is planned before"):
         Exchange(ExchangeScene().terms).receive(rendered())
     with pytest.raises(ValueError, match="rendered before"):
         ExchangeScene().exchange.receive(chunk("x"))
 
 
-def test_the_turn_is_exactly_the_planned_one() -> None:
+def test_turn_differs_from_plan_is_refused() -> None:
+    """The turn that is committed is exactly the planned one."""
     scene = ExchangeScene()
     scene.to_generation()
     (record, *_) = scene.exchange.receive(chunk("x", "stop"))
@@ -391,7 +409,7 @@ def test_the_turn_is_exactly_the_planned_one() -> None:
         scene.lineages.commit(evolve(record.turn, lineage=7))
 
 
-def test_spans_logprobs_and_ids_are_cut_together() -> None:
+def test_spans_logprobs_ids_cut_together() -> None:
     spans = (VersionSpan(version="1", start=0, end=2), VersionSpan(version="2", start=2, end=5))
     parser = Parser(tokenizer=Bytes(), family=BYTE_FAMILY, call_id=str, opens_thinking=False, stop=("c",))
     scene = ExchangeScene()

@@ -61,7 +61,8 @@ def whole(made: ExchangeScene, tokens: list[int], *, k: int = 0, routed: RoutedE
     return made.turn(commands)
 
 
-def test_nothing_is_asked_for_where_nothing_is_carried() -> None:
+def test_no_extras_asked_where_none_carried() -> None:
+    """Nothing is asked for where nothing is carried."""
     made = scene(CallExtras())
     order = asked(made.to_generation())
     assert (order.top_logprobs, order.routed_from) == (0, None)
@@ -69,7 +70,7 @@ def test_nothing_is_asked_for_where_nothing_is_carried() -> None:
     assert (turn.top, turn.routed, turn.notes) == (None, None, ())
 
 
-def test_a_turn_keeps_what_its_task_asked_for() -> None:
+def test_turn_keeps_extras_of_its_task() -> None:
     made = scene(CallExtras(top_logprobs=2, routed_from=0, room=1000))
     order = asked(made.to_generation())
     assert (order.top_logprobs, order.routed_from) == (2, 0)
@@ -80,9 +81,8 @@ def test_a_turn_keeps_what_its_task_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("client", "task"), [(3, 1), (1, 3), (2, 2), (0, 2), (2, 0)])
-def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_the_task(
-    client: int, task: int
-) -> None:
+def test_client_and_task_count_alternatives_apart(client: int, task: int) -> None:
+    """The client sees as many as it asked for, and the turn keeps as many as the task."""
     made = scene(CallExtras(top_logprobs=task, room=1000), logprobs=client)
     most = max(client, task)
     assert asked(made.to_generation()).top_logprobs == most
@@ -94,7 +94,8 @@ def test_the_client_sees_as_many_as_it_asked_for_and_the_turn_keeps_as_many_as_t
     assert made.turn(commands).top == (likely([*b"ab", END], task) if task else None)
 
 
-def test_a_client_that_asked_for_none_is_shown_none() -> None:
+def test_client_sees_no_unasked_alternatives() -> None:
+    """A client that asked for none is shown none."""
     made = scene(CallExtras(top_logprobs=2, room=1000), dialect=CHAT)
     made.to_generation()
     commands = made.exchange.receive(sampled([*b"ab", END], "stop", top_logprobs=likely([*b"ab", END], 2)))
@@ -104,9 +105,8 @@ def test_a_client_that_asked_for_none_is_shown_none() -> None:
     assert made.turn(commands).top == likely([*b"ab", END], 2)
 
 
-def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_is_kept_and_no_experts() -> (
-    None
-):
+def test_stop_keeps_alternatives_drops_experts() -> None:
+    """A sample cut at its stop string keeps alternatives up to the cut, and no experts."""
     made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000), stop=("STOP",))
     made.to_generation()
     tokens = list(b"so STOP and more")
@@ -118,7 +118,8 @@ def test_a_sample_that_is_cut_at_its_stop_string_keeps_the_alternatives_of_what_
     assert (turn.routed, turn.notes[-1]) == (None, note("routed_experts", CUT))
 
 
-def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> None:
+def test_stop_in_last_chunk_cuts_experts() -> None:
+    """A stop string in the last chunk cuts the experts with the sample."""
     made = scene(CallExtras(routed_from=1, room=1000), stop=("STOP",))
     made.to_generation()
     tokens = list(b"STOP more")
@@ -132,7 +133,8 @@ def test_a_stop_string_in_the_last_chunk_cuts_the_experts_with_the_sample() -> N
     assert (len(turn.sampled), turn.routed, turn.notes) == (4, routes(1, PROMPT + 3, layers=2), ())
 
 
-def test_a_client_that_leaves_costs_the_experts_alone() -> None:
+def test_disconnect_costs_experts_alone() -> None:
+    """A client that leaves costs the experts alone."""
     made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000))
     made.to_generation()
     made.exchange.receive(sampled([*b"ab"], top_logprobs=likely([*b"ab"], 1)))
@@ -141,14 +143,15 @@ def test_a_client_that_leaves_costs_the_experts_alone() -> None:
     assert turn.notes == (note("routed_experts", CUT),)
 
 
-def test_a_call_without_a_token_lacks_nothing() -> None:
+def test_call_without_token_lacks_nothing() -> None:
     made = scene(CallExtras(top_logprobs=1, routed_from=0, room=1000))
     made.to_generation()
     turn = made.turn(made.exchange.receive(EngineFailed(error=EngineError("gone"), at=12.0)))
     assert (turn.state, turn.top, turn.routed, turn.notes) == ("failed", None, None, ())
 
 
-def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
+def test_extras_over_limit_are_noted() -> None:
+    """Extras that exceed the limit are dropped, and the turn's notes say so."""
     made = scene(CallExtras(top_logprobs=2, routed_from=0, room=40))
     made.to_generation()
     turn = whole(made, [*b"abc", END], k=2, routed=routes(0, PROMPT + 3, layers=3))
@@ -159,7 +162,7 @@ def test_what_does_not_fit_any_more_is_not_kept_and_said() -> None:
     assert whole(spent, [*b"abc", END]).notes == (note("routed_experts", SIZE_LIMIT_REASON),)
 
 
-def test_every_choice_of_a_call_carries_its_own() -> None:
+def test_each_choice_carries_its_own() -> None:
     made = scene(CallExtras(routed_from=0, room=1000), choices=2)
     orders = [command.order for command in made.to_generation() if isinstance(command, StartGeneration)]
     assert [order.routed_from for order in orders] == [0, 0]

@@ -90,7 +90,8 @@ def orders(commands: list[Command]) -> list[Any]:
 # ── several samples of one prompt ─────────────────────────────────────────────
 
 
-def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() -> None:
+def test_each_choice_is_a_turn() -> None:
+    """Each choice is a turn of its own, and the answer ends when all have ended."""
     scene = ExchangeScene(LINES, choices=3)
     asked = orders(scene.to_generation())
     assert len({order.request_id for order in asked}) == 3
@@ -115,7 +116,8 @@ def test_each_choice_is_a_turn_of_its_own_and_the_answer_ends_when_all_have() ->
     assert [turn.usage.completion_tokens for turn in turns] == [3, 1, 3]
 
 
-def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
+def test_choices_are_siblings_not_retries() -> None:
+    """Choices are siblings, and no retries of each other."""
     scene = ExchangeScene(choices=3)
     first, second, third = scene.plans
     assert [(plan.kind, plan.reason, plan.parent) for plan in scene.plans] == [
@@ -128,7 +130,8 @@ def test_choices_are_siblings_and_no_retries_of_each_other() -> None:
     assert scene.lineages.plan(HI, request_key="body").kind == "retry"
 
 
-def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
+def test_choices_of_extended_turn_are_branches() -> None:
+    """Choices of a turn that is extended are branches beside it."""
     scene = ExchangeScene(LINES)
     scene.to_generation()
     scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
@@ -143,14 +146,16 @@ def test_choices_of_a_turn_that_is_extended_are_branches_beside_it() -> None:
     ]
 
 
-def test_one_seed_does_not_make_all_choices_one_answer_and_the_room_is_shared() -> None:
+def test_choices_differ_by_seed_share_room() -> None:
+    """One seed does not make all choices one answer, and the room is shared."""
     asked = orders(ExchangeScene(choices=2, seed=7, token_room=9).to_generation())
     assert [order.sampling.seed for order in asked] == [7, 8]
     assert [order.sampling.max_tokens for order in asked] == [4, 4]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stream: bool) -> None:
+def test_failed_choice_cuts_the_others(stream: bool) -> None:
+    """An engine that fails one choice fails the call and cuts the others."""
     scene = ExchangeScene(LINES, choices=3, stream=stream)
     scene.to_generation()
     scene.play(
@@ -167,7 +172,7 @@ def test_an_engine_that_fails_one_choice_fails_the_call_and_cuts_the_others(stre
     assert scene.exchange.ended(2)  # whoever takes its chunks stops
 
 
-def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
+def test_disconnect_cuts_every_running_choice() -> None:
     scene = ExchangeScene(choices=3)
     scene.to_generation()
     scene.play((chunk("whole", "stop", end=True, choice=1), [RecordTurn, Send]))
@@ -177,7 +182,8 @@ def test_a_client_that_leaves_cuts_every_choice_under_way() -> None:
     assert scene.exchange.ended(2)
 
 
-def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() -> None:
+def test_cut_choices_trained_until_asked_again() -> None:
+    """Choices cut together are all trained until the call is asked again."""
     scene = ExchangeScene(choices=2)
     scene.to_generation()
     for choice in range(2):
@@ -195,14 +201,15 @@ def test_choices_cut_together_are_all_trained_until_the_call_is_asked_again() ->
     ]
 
 
-def test_every_plan_of_a_refused_call_is_abandoned_and_the_refusal_counted_once() -> None:
+def test_refused_call_abandons_every_plan() -> None:
+    """Every plan of a refused call is abandoned, and the refusal is counted once."""
     for ending in (rendered(b"x" * 100), RequestRefused(error=Refused("no"))):
         scene = ExchangeScene(choices=2)
         scene.play((ending, [CountRefusal, Reply]))
         assert scene.lineages.plan(HI).reason == "first"
 
 
-def test_names_of_samples_are_32_hex_digits_each() -> None:
+def test_sample_names_are_32_hex_digits() -> None:
     names = list(request_ids(REQUEST_ID, 50))
     assert len(set(names)) == 50
     assert all(len(name) == 32 and int(name, 16) >= 0 for name in names)
@@ -221,7 +228,8 @@ def answered(commands: list[Command]) -> Answer:
     return found.response.answers[0]
 
 
-def test_logprobs_are_of_the_tokens_that_made_visible_text() -> None:
+def test_logprobs_are_of_visible_tokens() -> None:
+    """Logprobs are of the tokens that made visible text."""
     scene = ExchangeScene(LINES, logprobs=0)
     assert orders(scene.to_generation())[0].top_logprobs == 0
     tokens = [*b"\n\na", *GO, *b"b\n", END]
@@ -253,7 +261,8 @@ def test_alternatives_are_bytes_likeliest_first() -> None:
     assert answered(commands).logprobs == (TokenLogprob(data=b"x", logprob=-0.5, top=alternatives),)
 
 
-def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
+def test_unreadable_call_is_text_with_tokens() -> None:
+    """A call that cannot be read is text with its tokens."""
     scene = ExchangeScene(LINES, logprobs=0)
     scene.to_generation()
     answer = answered(
@@ -265,7 +274,7 @@ def test_a_call_that_can_not_be_read_is_text_with_its_tokens() -> None:
     assert b"".join(token.data for token in answer.logprobs) == b"<257>bad<258>"
 
 
-def test_nothing_is_told_where_nobody_asks() -> None:
+def test_no_logprobs_where_none_asked() -> None:
     scene = ExchangeScene(LINES)
     asked = orders(scene.to_generation())[0]
     assert asked.top_logprobs == 0
@@ -280,7 +289,8 @@ def test_nothing_is_told_where_nobody_asks() -> None:
 # ── one call an answer ────────────────────────────────────────────────────────
 
 
-def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_together() -> None:
+def test_sample_ends_with_first_call() -> None:
+    """The sample ends with its first whole call, and everything is cut there together."""
     scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     tokens = [*b"so", *GO, *GO]
@@ -293,14 +303,15 @@ def test_the_sample_ends_with_its_first_whole_call_and_everything_is_cut_there_t
     assert answered(commands).calls == (ToolCall(id="call_0_0", name="go", arguments="{}"),)
 
 
-def test_the_engines_own_end_in_the_same_chunk_needs_no_abort() -> None:
+def test_engine_end_in_chunk_without_abort() -> None:
+    """The engine's own end in the same chunk needs no abort."""
     scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     turn = scene.turn(scene.play((sampled([*GO, END], "stop"), [RecordTurn, KeepResponse, Reply])))
     assert list(turn.sampled) == GO
 
 
-def test_a_malformed_call_does_not_end_it() -> None:
+def test_malformed_call_does_not_end_sample() -> None:
     scene = ExchangeScene(LINES, one_call=True, stream=False)
     scene.to_generation()
     scene.play((sampled([CALL, *b"bad", CALLED]), []), (sampled(GO), [RecordTurn, KeepResponse, Reply]))
@@ -322,9 +333,10 @@ SCHEMA = Constraint(kind="json_schema", text='{"type":"object"}')
         (evolve(HI, tool_choice="required"), True, False),
     ],
 )
-def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
+def test_constraint_kept_only_where_certain(
     conversation: Conversation, kept: bool, thinking: bool | None
 ) -> None:
+    """A constraint is kept where the answer can be nothing else."""
     asked = enforceable_request(
         a_call(conversation=conversation, constraint=SCHEMA, notes=("before",)).request
     )
@@ -334,18 +346,20 @@ def test_a_constraint_is_kept_where_the_answer_can_be_nothing_else(
     assert [note.split(":")[0] for note in asked.notes[1:]] == ([] if kept else ["constraint"])
 
 
-def test_a_constraint_would_forbid_the_headers_of_a_models_messages() -> None:
+def test_constraint_would_forbid_message_headers() -> None:
+    """A constraint would forbid the headers of a model's messages."""
     asked = enforceable_request(a_call(conversation=HI, constraint=SCHEMA).request, headers=True)
     assert (asked.constraint, asked.conversation) == (None, HI)
     assert "headers of their own" in asked.notes[-1]
 
 
-def test_a_request_without_constraint_is_left_as_it_is() -> None:
+def test_request_without_constraint_is_unchanged() -> None:
     request = a_call(conversation=evolve(HI, tools=(TOOL,))).request
     assert enforceable_request(request) is request
 
 
-def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
+def test_constraint_to_engine_notes_to_turn() -> None:
+    """The engine is told the constraint, and the turn has the notes."""
     scene = ExchangeScene(constraint=SCHEMA, notes=("a grammar was asked",))
     (order,) = orders(scene.to_generation())
     assert (order.constraint, order.constraint_after) == (SCHEMA, None)
@@ -354,7 +368,8 @@ def test_the_engine_is_told_the_constraint_and_the_turn_the_notes() -> None:
     ).notes == ("a grammar was asked",)
 
 
-def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end() -> None:
+def test_constraint_begins_after_open_thought() -> None:
+    """Behind a thought that the prompt opened, a constraint holds from the thought's end."""
     (order,) = orders(ExchangeScene(LINES, constraint=SCHEMA, opens_thinking=True).to_generation())
     assert (order.constraint, order.constraint_after) == (SCHEMA, THOUGHT)
 
@@ -363,7 +378,8 @@ def test_behind_a_thought_that_the_prompt_opened_it_holds_from_the_thoughts_end(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -> None:
+def test_abort_before_first_token_is_fault(stream: bool) -> None:
+    """An abort before the first token is a fault that tells the client to ask again."""
     scene = ExchangeScene(stream=stream)
     scene.to_generation()
     commands = scene.play((sampled([], "abort"), [RecordTurn, Reply]))
@@ -374,7 +390,8 @@ def test_an_abort_before_the_first_token_is_a_fault_to_ask_again(stream: bool) -
     assert (turn.state, turn.finish_reason, turn.answer) == ("failed", "abort", None)
 
 
-def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_it_were_whole() -> None:
+def test_abort_in_stream_keeps_sample() -> None:
+    """An abort in mid-stream keeps what was sampled and does not end the stream as if it were whole."""
     scene = ExchangeScene(LINES)
     scene.to_generation()
     commands = scene.play((chunk("half"), [Send]), (sampled([], "abort", start=4), [RecordTurn, Send, Break]))
@@ -382,7 +399,8 @@ def test_an_abort_in_mid_stream_keeps_what_was_sampled_and_ends_no_stream_as_if_
     assert (turn.state, len(turn.sampled)) == ("partial", 4)
 
 
-def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:
+def test_session_end_between_choices_records_rest() -> None:
+    """A session that ends between two choices records the rest."""
     scene = ExchangeScene(LINES, choices=2, stream=False)
     scene.to_generation()
     scene.play((chunk("one", "stop", end=True, choice=0), [RecordTurn]))
@@ -395,7 +413,7 @@ def test_a_session_that_ends_between_two_choices_records_the_rest() -> None:
 PARTS = (ThinkingPart("hm"), TextPart("a"), ToolCall(id="c", name="go", arguments="{}"), TextPart("b"))
 
 
-def test_an_answer_is_said_again_part_for_part() -> None:
+def test_cached_answer_rendered_part_for_part() -> None:
     answer = Answer(parts=PARTS, finish_reason="tool_calls", logprobs=token_logprobs(b"ab"))
     usage = Usage(prompt_tokens=5, completion_tokens=9, cached_tokens=3)
     (streamed, done) = render_cached_response(LINES, a_call(stream=True), [answer], usage)
@@ -407,7 +425,8 @@ def test_an_answer_is_said_again_part_for_part() -> None:
     assert whole.body == LINES.whole(a_call(), [answer], usage)
 
 
-def test_the_empty_answer_has_as_many_choices_as_were_asked() -> None:
+def test_empty_answer_has_all_choices() -> None:
+    """The empty answer has as many choices as were asked for."""
     (streamed, _) = render_empty_response(LINES, a_call(stream=True, choices=2))
     assert isinstance(streamed, Send)
     assert streamed.data == b"start 0 0\nend stop stop 0+0\n"
@@ -466,9 +485,8 @@ def test_a_plan_that_the_session_does_not_accept_is_abandoned() -> None:
 
 @pytest.mark.parametrize("refusal", [None, SPENT])
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_undelivered_response_is_sent_again_without_the_engine_and_whatever_is_spent(
-    stream: bool, refusal: Fault | None
-) -> None:
+def test_undelivered_response_sent_without_engine(stream: bool, refusal: Fault | None) -> None:
+    """An undelivered response is sent again without the engine, whatever budget is spent."""
     exchange, commands = requested(stream=stream, refusal=refusal, undelivered=cached())
     again = cached().call(exchange.terms.call.request)
     assert (again.id, again.created, again.signature) == ("earlier", 7, "signed")
@@ -480,9 +498,10 @@ def test_an_undelivered_response_is_sent_again_without_the_engine_and_whatever_i
 
 @pytest.mark.parametrize("refusal", [None, SPENT])
 @pytest.mark.parametrize("undelivered", [None, CutCall(3), cached()])
-def test_a_request_that_generates_nothing_is_answered_empty_and_counted(
+def test_prewarm_is_answered_empty_and_counted(
     refusal: Fault | None, undelivered: UndeliveredResponse | CutCall | None
 ) -> None:
+    """A request that generates nothing is answered empty and counted."""
     exchange, commands = requested(generate=False, refusal=refusal, undelivered=undelivered)
     call = exchange.terms.call
     assert commands == [CountPrewarm(call), *render_empty_response(LINES, call)]
@@ -490,20 +509,22 @@ def test_a_request_that_generates_nothing_is_answered_empty_and_counted(
 
 
 @pytest.mark.parametrize("undelivered", [None, CutCall(3)])
-def test_a_spent_budget_refuses_what_would_be_sampled(undelivered: CutCall | None) -> None:
+def test_spent_budget_refuses_new_samples(undelivered: CutCall | None) -> None:
+    """A spent budget refuses what would be sampled."""
     exchange, commands = requested(refusal=SPENT, undelivered=undelivered)
     assert commands == [CountRefusal(SPENT), LINES.error(SPENT)]
     assert exchange.over
 
 
 @pytest.mark.parametrize("fields", [{}, {"generate": False}, {"undelivered": cached()}])
-def test_a_session_that_is_over_answers_nothing(fields: dict[str, Any]) -> None:
+def test_ended_session_refuses_every_request(fields: dict[str, Any]) -> None:
     exchange, commands = requested(refusal=SESSION_OVER_FAULT, **fields)
     assert commands == [CountRefusal(SESSION_OVER_FAULT), LINES.error(SESSION_OVER_FAULT)]
     assert exchange.over
 
 
-def test_a_request_that_cannot_be_planned_is_refused_once_and_no_plan_abandoned() -> None:
+def test_unplannable_request_is_refused_once() -> None:
+    """A request that cannot be planned is refused once, and no plan is abandoned."""
     exchange, _ = requested()
     commands = exchange.receive(RequestRefused(error=Refused("no")))
     assert commands == [CountRefusal(Fault.of(Refused("no"))), LINES.error(Fault.of(Refused("no")))]
@@ -520,9 +541,8 @@ def test_a_request_that_cannot_be_planned_is_refused_once_and_no_plan_abandoned(
         ({"choices": 2}, b"half", False),
     ],
 )
-def test_only_a_cut_sample_that_can_go_on_is_resumable(
-    fields: dict[str, Any], tokens: bytes, can_resume: bool
-) -> None:
+def test_which_cut_samples_are_resumable(fields: dict[str, Any], tokens: bytes, can_resume: bool) -> None:
+    """Only a cut sample that can go on is resumable."""
     scene = ExchangeScene(LINES, stream=False, **fields)
     scene.to_generation()
     if tokens:

@@ -63,7 +63,8 @@ def again(scene: ExchangeScene) -> Plan:
 # ── the machine ───────────────────────────────────────────────────────────────
 
 
-def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> None:
+def test_resumed_answer_whole_turn_new() -> None:
+    """The answer shown is the whole one, and the turn holds what is new."""
     scene = ExchangeScene(LINES, max_tokens=20)
     first = cut(scene, chunk("Hel"))
     plan = again(scene)
@@ -96,7 +97,8 @@ def test_the_answer_shown_is_the_whole_one_and_the_turn_holds_what_is_new() -> N
     assert turn.notes[0].startswith("resumed: turn 0's client left")
 
 
-def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None:
+def test_call_cut_midway_is_read_whole() -> None:
+    """A call cut in the middle is read whole, under the new turn's id."""
     scene = ExchangeScene(LINES, stream=False)
     cut(scene, sampled(GO[:10]))
     again(scene)
@@ -110,7 +112,7 @@ def test_a_call_cut_in_the_middle_is_read_whole_under_the_new_turns_id() -> None
     assert turn.answer.malformed_calls == 0
 
 
-def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
+def test_half_sampled_stop_string_is_found() -> None:
     scene = ExchangeScene(LINES, stop=("STOP",), stream=False)
     cut(scene, chunk("one ST"))
     again(scene)
@@ -123,7 +125,8 @@ def test_a_stop_string_that_was_half_sampled_is_still_found() -> None:
     assert (turn.answer.text, turn.finish_reason, bytes(list(turn.sampled))) == ("one ", "stop_string", b"OP")
 
 
-def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> None:
+def test_repeated_disconnects_resume_each_time() -> None:
+    """A client that leaves again and again resumes each time."""
     scene = ExchangeScene(LINES)
     cut(scene, chunk("a"))
     for step, piece in enumerate("bcd", start=1):
@@ -139,7 +142,8 @@ def test_a_client_that_leaves_again_and_again_is_gone_on_with_each_time() -> Non
     assert {each.lineage for each in scene.lineages.turns} == {0}
 
 
-def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_turn_to_go_on_from() -> None:
+def test_failed_resume_keeps_first_turn() -> None:
+    """An engine that fails or a client that leaves at once leaves the first turn to go on from."""
     scene = ExchangeScene(LINES)
     first = cut(scene, chunk("a"))
     again(scene)
@@ -157,7 +161,7 @@ def test_an_engine_that_fails_or_a_client_that_leaves_at_once_leaves_the_first_t
 # ── the lineages ──────────────────────────────────────────────────────────────
 
 
-def test_what_can_not_go_on_is_asked_anew() -> None:
+def test_unresumable_call_is_sampled_anew() -> None:
     empty = ExchangeScene()
     assert empty.lineages.resume(cut(empty).index, total=1) is None
     spent = ExchangeScene(max_tokens=3)
@@ -168,7 +172,8 @@ def test_what_can_not_go_on_is_asked_anew() -> None:
     assert whole.lineages.resume(turn.index, total=1) is None
 
 
-def test_a_turn_that_something_extends_or_goes_on_from_is_left_alone() -> None:
+def test_turn_with_successor_is_not_resumed() -> None:
+    """A turn that another turn extends or continues is not resumed."""
     scene = ExchangeScene()
     first = cut(scene, chunk("a"))
     more = Conversation(
@@ -182,7 +187,7 @@ def test_a_turn_that_something_extends_or_goes_on_from_is_left_alone() -> None:
     assert scene.lineages.resume(first.index, total=1) is None  # now it is under way
 
 
-def test_the_next_request_extends_the_resumed_turn() -> None:
+def test_next_request_extends_resumed_turn() -> None:
     scene = ExchangeScene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
@@ -205,7 +210,8 @@ def test_the_next_request_extends_the_resumed_turn() -> None:
 
 
 @pytest.mark.parametrize("key", ["body", "other"])
-def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str) -> None:
+def test_body_repeated_after_answer_is_new(key: str) -> None:
+    """A body that comes again after its whole answer is a new sample."""
     scene = ExchangeScene(LINES)
     cut(scene, chunk("Hel"))
     again(scene)
@@ -216,7 +222,7 @@ def test_a_body_that_comes_again_after_its_whole_answer_is_a_new_sample(key: str
     assert plan.lineage == 1  # what was resumed keeps its own line
 
 
-def test_looking_reserves_nothing() -> None:
+def test_looking_up_history_reserves_nothing() -> None:
     scene = ExchangeScene()
     scene.to_generation()
     scene.turn(scene.play((chunk("yes", "stop", end=True), [RecordTurn, KeepResponse, Send, EndStream])))
@@ -317,7 +323,7 @@ def test_the_session_can_be_rebuilt_and_its_turns_written(steps: list[tuple[str,
             restored.abandon_plan(plan)
 
 
-def test_a_stream_is_not_opened_before_the_first_new_token() -> None:
+def test_stream_opens_at_first_new_token() -> None:
     """Because its start counts the cached tokens, which only the engine knows; until then there are signs of
     life.
     """

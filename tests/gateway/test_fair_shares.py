@@ -92,7 +92,7 @@ async def turns_of(desk: Desk, session_id: str) -> "list[Turn]":
     return list(found.turns)
 
 
-async def test_a_flood_of_one_session_adds_at_most_twice_the_median_to_a_sibling(tmp_path: Path) -> None:
+async def test_flood_at_most_doubles_sibling_latency(tmp_path: Path) -> None:
     """The attack: 100 connections with `n` of 8. Before sessions took turns a sibling's call waited for all
     that stood before it, 15 s for as long as the flood went on.
     """
@@ -134,7 +134,7 @@ async def test_a_flood_of_one_session_adds_at_most_twice_the_median_to_a_sibling
         await sibling.http.aclose()
 
 
-async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
+async def test_lone_session_has_whole_engine(tmp_path: Path) -> None:
     slow = evolve(SIMULATION, answer_tokens=2_000)  # 20 s: the first is still there when the last comes
     async with simulated(tmp_path, slow) as engines, open_capture_node(tmp_path, engines) as desk:
         _, only = await client(desk)
@@ -151,7 +151,8 @@ async def test_a_session_alone_has_the_whole_engine(tmp_path: Path) -> None:
         await only.http.aclose()
 
 
-async def test_what_waits_leaves_with_its_client_and_its_session(tmp_path: Path) -> None:
+async def test_waiting_calls_leave_with_their_client(tmp_path: Path) -> None:
+    """Calls that wait for the engine leave with their client and their session."""
     async with simulated(tmp_path) as engines, open_capture_node(tmp_path, engines) as desk:
         session_id, flood = await client(desk)
         async with trio.open_nursery() as nursery:
@@ -179,7 +180,7 @@ def body(text: str, **more: Any) -> bytes:
         {"role": "user", "content": text}], **more}).content  # fmt: skip
 
 
-async def test_prompts_in_progress_have_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompts_in_progress_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HandEngine()
     here = stage(engine, context=512)
     monkeypatch.setattr(live_sessions, "MAX_PROMPT_TOKENS", 300)
@@ -203,7 +204,8 @@ async def test_prompts_in_progress_have_a_share_of_memory(monkeypatch: pytest.Mo
     assert [turn.state for turn in here.turns] == ["complete", "complete"]
 
 
-async def test_a_prompt_of_any_length_the_model_holds_is_accepted_alone(monkeypatch: Any) -> None:
+async def test_longest_prompt_is_accepted_alone(monkeypatch: Any) -> None:
+    """A prompt of any length that the model holds is accepted alone."""
     engine = HandEngine()
     here = stage(engine)
     monkeypatch.setattr(live_sessions, "MAX_PROMPT_TOKENS", 10)

@@ -90,7 +90,8 @@ def same(one: Turn, other: Turn) -> bool:
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 @pytest.mark.parametrize("turn", [0, 1, 3])
-async def test_a_fork_is_given_its_parents_answers_up_to_its_turn(path: str, turn: int) -> None:
+async def test_fork_inherits_answers_until_its_turn(path: str, turn: int) -> None:
+    """A fork is given its parent's answers up to its turn."""
     engine = scripted(*(call(f"{number}.txt") for number in range(ROUNDS)), call("anew.txt"))
     here, results = stage(engine), [f"result {number}" for number in range(ROUNDS)]
     answered = await run(here, "s1", path, results)
@@ -113,7 +114,7 @@ async def test_a_fork_is_given_its_parents_answers_up_to_its_turn(path: str, tur
     assert counts.trainable == counts.sampled == len(turns[turn].sampled)
 
 
-async def test_a_fork_of_a_fork_inherits_from_both() -> None:
+async def test_fork_of_fork_inherits_from_both() -> None:
     engine = scripted(*(call(f"{number}.txt") for number in range(9)))
     here = stage(engine)
     await run(here, "s1", CHAT, "abcd")
@@ -127,7 +128,8 @@ async def test_a_fork_of_a_fork_inherits_from_both() -> None:
     assert not same(grandchild[1], here.turns[1])
 
 
-async def test_at_the_first_difference_the_engine_samples_for_good() -> None:
+async def test_first_difference_ends_inheritance() -> None:
+    """From the first difference on, the engine samples every answer."""
     engine = scripted(*(call(f"{number}.txt") for number in range(9)))
     here = stage(engine)
     await run(here, "s1", CHAT, ["one", "made at 10:31:07", "three", "four"])
@@ -139,7 +141,7 @@ async def test_at_the_first_difference_the_engine_samples_for_good() -> None:
     assert [same(*pair) for pair in zip(turns, here.turns, strict=True)] == [True, True, False, False]
 
 
-async def test_what_came_out_otherwise_just_before_the_turn_is_told() -> None:
+async def test_difference_just_before_turn_is_reported() -> None:
     engine = scripted(*(call(f"{number}.txt") for number in range(9)))
     here = stage(engine)
     await run(here, "s1", CHAT, ["one", "the output", "three"])
@@ -149,7 +151,8 @@ async def test_what_came_out_otherwise_just_before_the_turn_is_told() -> None:
     assert [same(*pair) for pair in zip(turns, here.turns, strict=True)] == [True, True, False]
 
 
-async def test_a_turn_that_the_parent_has_not_made_yet_is_not_compared() -> None:
+async def test_missing_parent_turn_is_not_compared() -> None:
+    """A turn that the parent has not made yet is not compared."""
     here = stage(scripted(*(call(f"{number}.txt") for number in range(9))))
     await run(here, "s1", CHAT, "a")
     _, ended = forked(here, here.turns, 1)
@@ -157,7 +160,7 @@ async def test_a_turn_that_the_parent_has_not_made_yet_is_not_compared() -> None
     assert ended == [(1, None)]
 
 
-async def test_other_tools_are_a_difference() -> None:
+async def test_other_tools_end_inheritance() -> None:
     here = stage(scripted(call("a.txt")))
     await run(here, "s1", CHAT, "ab")
     _, ended = forked(here, here.turns, 1)
@@ -167,7 +170,8 @@ async def test_other_tools_are_a_difference() -> None:
     assert ended == [(0, "turn 0: its tools or its thinking flag are others than in the record")]
 
 
-async def test_another_prompt_for_the_same_messages_is_a_difference() -> None:
+async def test_other_prompt_tokens_are_difference() -> None:
+    """Another prompt for the same messages is a difference."""
     here = stage(scripted(call("a.txt")))
     await run(here, "s1", CHAT, "ab")
     first = here.turns[0]
@@ -179,7 +183,7 @@ async def test_another_prompt_for_the_same_messages_is_a_difference() -> None:
     ]
 
 
-async def test_what_was_cut_is_not_given_again() -> None:
+async def test_cut_answers_are_not_inherited() -> None:
     here = stage(scripted(call("a.txt")))
     await run(here, "s1", CHAT, "ab")
     _, ended = forked(here, [evolve(here.turns[0], state="partial")], 2)
@@ -188,7 +192,7 @@ async def test_what_was_cut_is_not_given_again() -> None:
 
 
 @pytest.mark.parametrize("number", [2, 3])
-async def test_several_answers_at_once_are_sampled(number: int) -> None:
+async def test_parallel_choices_are_sampled(number: int) -> None:
     here = stage(scripted(call("a.txt")))
     await run(here, "s1", CHAT, "ab")
     turns, ended = forked(here, here.turns, 2)
@@ -202,7 +206,8 @@ async def test_several_answers_at_once_are_sampled(number: int) -> None:
     assert len(turns) == number
 
 
-async def test_budgets_count_what_is_inherited_and_figures_do_not() -> None:
+async def test_budgets_count_inherited_figures_do_not() -> None:
+    """Budgets count what is inherited, and figures do not."""
     engine = scripted(*(call(f"{number}.txt") for number in range(9)))
     here = stage(engine)
     await run(here, "s1", CHAT, "abc")
@@ -220,7 +225,7 @@ async def test_budgets_count_what_is_inherited_and_figures_do_not() -> None:
     assert new_session("s9", max_tokens=10).token_room == 10
 
 
-async def test_a_streamed_answer_is_given_again() -> None:
+async def test_streamed_answer_is_inherited() -> None:
     here = stage(scripted("Done and done."))
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     for name in ("s1", "s2"):
@@ -233,7 +238,8 @@ async def test_a_streamed_answer_is_given_again() -> None:
     assert same(turns[0], here.turns[0])
 
 
-async def test_a_recorded_answer_is_a_chunk_with_what_the_call_asks_for() -> None:
+async def test_recorded_answer_becomes_a_chunk() -> None:
+    """A recorded answer becomes a chunk with the extras that the call asks for."""
     engine = scripted("One.")
     here = stage(engine)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

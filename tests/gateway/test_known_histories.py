@@ -18,17 +18,19 @@ def digest(body: bytes) -> BodyDigest:
     return BodyDigest.of(body, "generate")
 
 
-def test_operations_share_no_beginning() -> None:
+def test_operations_share_no_digests() -> None:
     assert not set(digest(TEXT).steps) & set(BodyDigest.of(TEXT, "compact").steps)
 
 
-def test_a_short_body_is_read_in_place_and_a_long_new_one_is_not() -> None:
+def test_only_short_new_body_in_place() -> None:
+    """A short body is read in place, and a long new one is not."""
     histories = KnownHistories()
     assert histories.is_short(digest(TEXT[:MAX_NEW_BYTES]))
     assert not histories.is_short(digest(TEXT[: MAX_NEW_BYTES + 1]))
 
 
-def test_a_history_that_grew_is_read_in_place_up_to_its_new_part() -> None:
+def test_grown_history_is_read_in_place() -> None:
+    """A history that grew is read in place up to its new part."""
     histories, size = KnownHistories(), 5 * STEP_BYTES
     histories.note(digest(TEXT[: size + 10] + b"]}"), MAX_READ_S)
     assert histories.is_short(digest(TEXT[: size + MAX_NEW_BYTES]))
@@ -40,7 +42,8 @@ def test_a_history_that_grew_is_read_in_place_up_to_its_new_part() -> None:
     assert not histories.is_short(digest(middle[: 3 * STEP_BYTES + MAX_NEW_BYTES + 1]))
 
 
-def test_a_history_that_took_long_is_never_read_in_place() -> None:
+def test_slow_history_leaves_the_loop() -> None:
+    """A history that took long to read is not read in place again."""
     histories, body = KnownHistories(), TEXT[: MAX_NEW_BYTES + STEP_BYTES]
     histories.note(digest(body), MAX_READ_S * 1.01)
     assert not histories.is_short(digest(body))
@@ -48,7 +51,8 @@ def test_a_history_that_took_long_is_never_read_in_place() -> None:
     assert histories.is_short(digest(body))
 
 
-def test_the_agents_of_a_session_are_known_apart_and_the_oldest_is_forgotten() -> None:
+def test_agents_known_apart_oldest_forgotten() -> None:
+    """The agents of a session are known apart, and the oldest is forgotten."""
     histories, bodies = (
         KnownHistories(),
         [bytes([number]) + TEXT[:MAX_NEW_BYTES] for number in range(MAX_HISTORIES)],

@@ -57,7 +57,8 @@ def new_turn(session: LiveSession, *, sampled: int = 3, state: TurnState = "comp
 # ── what is spent ─────────────────────────────────────────────────────────────
 
 
-def test_a_turn_is_kept_where_the_next_call_finds_it_and_then_in_the_journal() -> None:
+def test_turn_committed_before_journal() -> None:
+    """A turn is kept where the next call finds it, and then in the journal."""
     seen: list[tuple[Turn, int]] = []
     session = new_session(record=lambda turn: seen.append((turn, len(session.lineages.turns))))
     turn = new_turn(session)
@@ -66,7 +67,7 @@ def test_a_turn_is_kept_where_the_next_call_finds_it_and_then_in_the_journal() -
     assert (session.counters.turns, session.counters.sampled_tokens) == (1, 3)
 
 
-def test_a_turn_nobody_planned_reaches_no_journal() -> None:
+def test_unplanned_turn_reaches_no_journal() -> None:
     seen: list[Turn] = []
     session = new_session(record=seen.append)
     turn = new_turn(session)
@@ -76,7 +77,8 @@ def test_a_turn_nobody_planned_reaches_no_journal() -> None:
     assert seen == [turn]
 
 
-async def test_a_budget_of_turns_counts_those_under_way_and_not_the_engines_failures() -> None:
+async def test_turn_budget_counts_running_not_failed() -> None:
+    """A budget of turns counts those under way, and not the engine's failures."""
     session = new_session(max_turns=2)
     session.commit(new_turn(session, state="failed"))
     session.commit(new_turn(session))
@@ -90,7 +92,8 @@ async def test_a_budget_of_turns_counts_those_under_way_and_not_the_engines_fail
     assert session.refusal() is None
 
 
-async def test_a_call_of_several_samples_needs_room_for_all_of_them() -> None:
+async def test_several_samples_need_room_for_all() -> None:
+    """A call of several samples needs room for all of them."""
     session = new_session(max_turns=3)
     assert session.refusal(samples=3) is None
     with session.call(trio.CancelScope(), samples=2):
@@ -104,7 +107,7 @@ async def test_a_call_of_several_samples_needs_room_for_all_of_them() -> None:
     assert session.refusal(samples=3) is None
 
 
-def test_a_budget_of_tokens_is_room_until_it_is_spent() -> None:
+def test_token_budget_is_room_until_spent() -> None:
     session = new_session(max_tokens=5)
     assert session.token_room == 5
     session.commit(new_turn(session))
@@ -115,7 +118,8 @@ def test_a_budget_of_tokens_is_room_until_it_is_spent() -> None:
     assert new_session().token_room is None
 
 
-def test_the_first_refusal_for_a_budget_is_told_once_and_names_the_clock() -> None:
+def test_first_budget_refusal_names_clock() -> None:
+    """The first refusal for a budget is reported once and names the clock."""
     spent_clocks: list[str] = []
     session = new_session(max_tokens=3)
     session.on_spent = lambda: spent_clocks.append(str(session.spent_clock))
@@ -129,7 +133,8 @@ def test_the_first_refusal_for_a_budget_is_told_once_and_names_the_clock() -> No
     assert (session.spent_clock, spent_clocks) == ("tokens", ["tokens"])
 
 
-def test_other_refusals_are_counted_and_spend_nothing() -> None:
+def test_other_refusals_spend_no_budget() -> None:
+    """Other refusals are counted and spend nothing."""
     session = new_session()
     session.refused(Fault(kind="bad_request", message="no"))
     session.refused(Fault(kind="bad_request", message="no"))
@@ -148,7 +153,8 @@ def test_other_refusals_are_counted_and_spend_nothing() -> None:
     assert session.metrics() == counts | {"refusals": {"bad_request": 2}}
 
 
-async def test_samples_in_progress_are_bounded_and_a_budget_is_named_first() -> None:
+async def test_concurrent_samples_are_bounded() -> None:
+    """Samples in progress are bounded, and a spent budget is named first."""
     session = new_session()
     with ExitStack() as calls:
         for _ in range(SAMPLES // 8 - 1):
@@ -165,14 +171,15 @@ async def test_samples_in_progress_are_bounded_and_a_budget_is_named_first() -> 
     assert session.refusal(samples=SAMPLES) is None
 
 
-def test_a_session_never_shows_its_key() -> None:
+def test_session_never_shows_its_key() -> None:
     assert "sk-secret" not in repr(new_session(key="sk-secret"))
 
 
 # ── how it ends ───────────────────────────────────────────────────────────────
 
 
-async def test_closing_cancels_the_calls_and_waits_until_each_has_recorded(nursery: trio.Nursery) -> None:
+async def test_close_waits_for_calls_to_record(nursery: trio.Nursery) -> None:
+    """Closing cancels the calls and waits until each has recorded."""
     session = new_session()
     recorded: list[str] = []
 
@@ -196,7 +203,8 @@ async def test_closing_cancels_the_calls_and_waits_until_each_has_recorded(nurse
     await session.close()  # twice is once
 
 
-async def test_a_call_of_a_closed_session_ends_at_its_first_wait() -> None:
+async def test_closed_session_call_ends_at_wait() -> None:
+    """A call of a closed session ends at its first wait."""
     session = new_session()
     await session.close()
     scope = trio.CancelScope()
@@ -205,9 +213,10 @@ async def test_a_call_of_a_closed_session_ends_at_its_first_wait() -> None:
     assert scope.cancelled_caught
 
 
-async def test_closing_is_bounded_and_says_what_it_lost(
+async def test_close_is_bounded_names_losses(
     autojump_clock: trio.testing.MockClock, nursery: trio.Nursery, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Closing has a time limit and names the turns that it lost."""
     session = new_session()
 
     async def deaf() -> None:
@@ -227,7 +236,7 @@ async def test_closing_is_bounded_and_says_what_it_lost(
     nursery.cancel_scope.cancel()
 
 
-async def test_closing_waits_even_where_it_is_cancelled(
+async def test_cancelled_close_still_waits(
     autojump_clock: trio.testing.MockClock, nursery: trio.Nursery
 ) -> None:
     """A session's teardown is cancelled with its task; the turns of its calls must be there all the same."""
@@ -254,7 +263,8 @@ async def test_closing_waits_even_where_it_is_cancelled(
 # ── keys ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_parents_key_opens_the_endpoint_of_its_copy_alone() -> None:
+def test_parent_key_opens_its_copy_alone() -> None:
+    """A parent's key opens the endpoint of its own copy alone."""
     sessions = LiveSessions()
     parent, copy = new_session(), new_session(session_id="copy", key="own")
     copy.parent_key = "key"
@@ -272,7 +282,8 @@ def test_a_parents_key_opens_the_endpoint_of_its_copy_alone() -> None:
     assert sessions.find_at_endpoint("copy", ["key"]) is None
 
 
-def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
+def test_key_after_session_end() -> None:
+    """A key opens its session, and afterwards says that it did."""
     sessions = LiveSessions()
     session = new_session()
     assert sessions.by_key("key") is None
@@ -287,7 +298,7 @@ def test_a_key_opens_its_session_and_afterwards_says_that_it_did() -> None:
     assert sessions.statistics().ended == 1
 
 
-def test_the_memory_of_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_keys_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_sessions, "MAX_ENDED_KEYS", 3)
     sessions = LiveSessions()
     for number in range(5):
@@ -297,7 +308,7 @@ def test_the_memory_of_ended_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert [sessions.ended_session_id(f"k{number}") for number in range(5)] == [None, None, "s2", "s3", "s4"]
 
 
-async def test_statistics_count_what_is_under_way() -> None:
+async def test_statistics_count_running_calls() -> None:
     sessions = LiveSessions()
     session = new_session()
     sessions.add(session)

@@ -103,7 +103,7 @@ def chat_body(*, stream: bool = False, text: str = "hi", **said: Any) -> bytes:
 # ── the SDKs ──────────────────────────────────────────────────────────────────
 
 
-async def test_openai_whole_and_streamed_say_the_same() -> None:
+async def test_openai_whole_and_streamed_agree() -> None:
     here = stage(scripted("Hello there."))
 
     def ask(base: str) -> tuple[Any, list[Any]]:
@@ -131,7 +131,7 @@ async def test_openai_whole_and_streamed_say_the_same() -> None:
     assert [turn.state for turn in here.turns] == ["complete", "complete"]
 
 
-async def test_anthropic_whole_and_streamed_say_the_same() -> None:
+async def test_anthropic_whole_and_streamed_agree() -> None:
     here = stage(scripted("<think>|\nHm.\n|</think>|\n\nHello there."))
 
     def ask(base: str) -> tuple[Any, Any]:
@@ -154,7 +154,8 @@ async def test_anthropic_whole_and_streamed_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(stream: bool) -> None:
+async def test_tool_result_extends_turn_exactly(stream: bool) -> None:
+    """A tool call and its result extend the turn token for token."""
     engine = scripted(CALLING, "It says hello.")
     here = stage(engine)
     tools: Any = [{"name": "look", "description": "Read a file.", "input_schema": TOOL}]
@@ -192,7 +193,8 @@ async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(stream
     assert list(here.turns[1].prompt_delta) == after[len(before) + len(here.turns[0].sampled) :]
 
 
-async def test_tokens_are_counted_exactly_and_nothing_is_recorded() -> None:
+async def test_token_count_exact_and_unrecorded() -> None:
+    """Tokens are counted exactly, and nothing is recorded."""
     engine = scripted("x")
     here = stage(engine)
 
@@ -208,7 +210,7 @@ async def test_tokens_are_counted_exactly_and_nothing_is_recorded() -> None:
     assert len(here.turns) == 1
 
 
-async def test_the_lists_of_models_show_the_one_there_is() -> None:
+async def test_model_lists_show_the_model() -> None:
     here = stage(scripted("x"))
     async with served(here.app) as base:
         listed = await ask_chat(base, lambda client: [entry.id for entry in client.models.list()])
@@ -219,7 +221,8 @@ async def test_the_lists_of_models_show_the_one_there_is() -> None:
 # ── refusals ──────────────────────────────────────────────────────────────────
 
 
-async def test_a_request_that_is_none_is_refused_with_the_fields_path() -> None:
+async def test_malformed_request_names_field_path() -> None:
+    """A malformed request is refused with the field's path."""
     here = stage(scripted("x"))
     bad: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     async with served(here.app) as base:
@@ -238,7 +241,8 @@ async def test_a_request_that_is_none_is_refused_with_the_fields_path() -> None:
     assert here.s1.lineages.turns == ()
 
 
-async def test_tools_nested_without_end_are_refused_before_a_plan() -> None:
+async def test_deeply_nested_tools_are_refused() -> None:
+    """Tools nested without end are refused before a plan."""
     here = stage(scripted("x"))
     deep: Any = {}
     for _ in range(200):
@@ -251,7 +255,8 @@ async def test_tools_nested_without_end_are_refused_before_a_plan() -> None:
     assert here.s1.in_flight == 0
 
 
-async def test_a_long_context_is_refused_in_both_shapes_and_leaves_no_turn() -> None:
+async def test_long_context_refused_without_turn() -> None:
+    """A long context is refused in both dialects and leaves no turn."""
     here = stage(scripted("x"), context=40)
     long: Any = [{"role": "user", "content": "word " * 60}]
     async with served(here.app) as base:
@@ -274,7 +279,8 @@ async def test_a_long_context_is_refused_in_both_shapes_and_leaves_no_turn() -> 
     assert here.turns == []
 
 
-async def test_an_engine_that_holds_less_than_we_were_told_is_a_long_context_too() -> None:
+async def test_engine_smaller_than_configured_context() -> None:
+    """An engine that holds less than we were told is a long context too."""
     engine = scripted("x")
     engine.context_length = 8
     here = stage(engine)
@@ -284,7 +290,7 @@ async def test_an_engine_that_holds_less_than_we_were_told_is_a_long_context_too
     assert here.turns == []
 
 
-async def test_a_session_that_spent_its_turns_is_told_to_stop() -> None:
+async def test_spent_turns_end_the_session() -> None:
     spent: list[bool] = []
     here = stage(scripted("x"), max_turns=1)
     here.s1.on_spent = lambda: spent.append(True)
@@ -301,9 +307,8 @@ async def test_a_session_that_spent_its_turns_is_told_to_stop() -> None:
 
 # over the bytes of a body; over the letters of the context; over the tokens of the context
 @pytest.mark.parametrize("letters", [400_000, 20_000, 5_000])
-async def test_a_long_request_is_too_long_in_both_shapes(
-    monkeypatch: pytest.MonkeyPatch, letters: int
-) -> None:
+async def test_long_request_is_too_long(monkeypatch: pytest.MonkeyPatch, letters: int) -> None:
+    """A long request is answered as a long context in both dialects."""
     monkeypatch.setattr(endpoint, "MAX_IMAGES_BYTES", 50_000)
     here = stage(scripted("x"), context=1000)
     long: Any = [{"role": "user", "content": "xy" * (letters // 2)}]
@@ -324,7 +329,8 @@ async def test_a_long_request_is_too_long_in_both_shapes(
 # ── keys and doors ────────────────────────────────────────────────────────────
 
 
-async def test_a_key_opens_its_own_door_and_no_other() -> None:
+async def test_key_opens_only_its_own_port() -> None:
+    """A key opens its own door and no other."""
     here = stage(scripted("x"))
     here.plane.sessions.add(new_session("s2"))
     async with served(here.app) as endpoint, served(here.plane.app_for(None)) as anywhere:
@@ -338,7 +344,7 @@ async def test_a_key_opens_its_own_door_and_no_other() -> None:
     assert len(here.turns) == 1
 
 
-async def test_a_session_in_the_path_is_its_key() -> None:
+async def test_session_in_path_is_its_key() -> None:
     here = stage(scripted("x"))
     async with served(here.app) as base:
         await ask_chat(f"{base}/sessions/key-s1", say_hi, key="none")
@@ -347,7 +353,7 @@ async def test_a_session_in_the_path_is_its_key() -> None:
 
 
 @pytest.mark.parametrize("removed", [False, True])
-async def test_a_session_that_is_over_is_410_to_its_key(removed: bool) -> None:
+async def test_ended_session_is_410_to_key(removed: bool) -> None:
     here = stage(scripted("x"))
     await here.s1.close()
     if removed:
@@ -363,7 +369,8 @@ async def test_a_session_that_is_over_is_410_to_its_key(removed: bool) -> None:
         assert error.value.status_code == 401
 
 
-async def test_probes_get_fast_answers_in_json_and_need_no_key() -> None:
+async def test_probes_answered_in_json_without_key() -> None:
+    """Probes get fast answers in JSON and need no key."""
     here = stage(scripted("x"))
 
     def ask(base: str) -> dict[str, Any]:
@@ -395,7 +402,7 @@ async def test_probes_get_fast_answers_in_json_and_need_no_key() -> None:
     assert all(reply.json() for name, reply in found.items() if name != "HEAD /")
 
 
-async def test_a_websocket_is_told_to_upgrade_to_nothing() -> None:
+async def test_websocket_upgrade_is_refused() -> None:
     here = stage(scripted("x"))
     headers = {
         "connection": "Upgrade",
@@ -412,7 +419,8 @@ async def test_a_websocket_is_told_to_upgrade_to_nothing() -> None:
 # ── streams are true streams ──────────────────────────────────────────────────
 
 
-async def test_the_first_words_arrive_before_the_last_are_sampled() -> None:
+async def test_first_words_sent_before_last_sampled() -> None:
+    """The first words arrive before the last are sampled."""
     engine = HandEngine()
     here = stage(engine)
     words: list[str] = []
@@ -436,7 +444,7 @@ async def test_the_first_words_arrive_before_the_last_are_sampled() -> None:
     assert len(here.turns) == 1
 
 
-async def test_an_answer_of_twenty_minutes_is_kept_alive(autojump_clock: trio.testing.MockClock) -> None:
+async def test_twenty_minute_answer_is_kept_alive(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
     asgi = AsgiClient()
@@ -453,7 +461,7 @@ async def test_an_answer_of_twenty_minutes_is_kept_alive(autojump_clock: trio.te
     assert here.turns[0].ended_s == 1200
 
 
-async def test_an_unstreamed_answer_waits_without_a_word(autojump_clock: trio.testing.MockClock) -> None:
+async def test_unstreamed_answer_sends_no_keepalive(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
     asgi = AsgiClient()
@@ -465,7 +473,7 @@ async def test_an_unstreamed_answer_waits_without_a_word(autojump_clock: trio.te
     assert json.loads(asgi.body)["choices"][0]["message"]["content"] == "Done."
 
 
-async def test_a_client_that_stops_reading_holds_up_nobody_else(
+async def test_stalled_reader_holds_up_nobody(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     """Neither the end of its session, which must record what was sampled, nor its own record."""
@@ -499,7 +507,8 @@ async def test_a_client_that_stops_reading_holds_up_nobody_else(
 # ── failures ──────────────────────────────────────────────────────────────────
 
 
-async def test_an_engine_that_fails_at_first_is_asked_again_by_the_sdk() -> None:
+async def test_sdk_retries_early_engine_failure() -> None:
+    """An engine that fails at first is asked again by the SDK."""
     engine = HandEngine()
     here = stage(engine)
     engine.fail(EngineError("the host died"))
@@ -511,9 +520,10 @@ async def test_an_engine_that_fails_at_first_is_asked_again_by_the_sdk() -> None
     assert here.turns[0].lineage == here.turns[1].lineage
 
 
-async def test_a_stream_that_fails_is_cut_without_its_terminal_chunk(
+async def test_failed_stream_lacks_terminal_chunk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A stream that fails is cut without its terminal chunk."""
     engine = HandEngine()
     here = stage(engine)
     engine.give("Half a ")
@@ -537,7 +547,7 @@ async def test_a_stream_that_fails_is_cut_without_its_terminal_chunk(
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-async def test_the_sdks_see_a_stream_that_fails_as_an_error() -> None:
+async def test_failed_stream_is_sdk_error() -> None:
     engine = HandEngine()
     here = stage(engine)
 
@@ -564,9 +574,11 @@ async def test_the_sdks_see_a_stream_that_fails_as_an_error() -> None:
     assert [turn.state for turn in here.turns] == ["failed", "failed"]
 
 
-async def test_a_sample_that_ends_without_a_reason_is_the_engines_failure(
+async def test_end_without_reason_is_engine_failure(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A sample that ends without a reason is the engine's failure."""
+
     @define(eq=False)
     class Mute(HandEngine):
         async def __anext__(self) -> Any:
@@ -580,9 +592,10 @@ async def test_a_sample_that_ends_without_a_reason_is_the_engines_failure(
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
-async def test_a_session_that_closes_cuts_its_streams_and_answers_its_waiting(
+async def test_session_close_cuts_streams(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A session that closes cuts its streams and answers its waiting calls."""
     engine = HandEngine()
     here = stage(engine)
     streamed, whole = AsgiClient(), AsgiClient()
@@ -604,9 +617,11 @@ async def test_a_session_that_closes_cuts_its_streams_and_answers_its_waiting(
     assert (whole.status, whole.whole) == (410, True)
 
 
-async def test_a_cut_turn_is_recorded_before_the_engine_is_waited_for(
+async def test_cut_turn_recorded_before_abort_ends(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A cut turn is recorded before the engine is waited for."""
+
     @define(eq=False)
     class SlowToAbort(HandEngine):
         @asynccontextmanager
@@ -635,7 +650,7 @@ async def test_a_cut_turn_is_recorded_before_the_engine_is_waited_for(
 # ── what reaches the engine ───────────────────────────────────────────────────
 
 
-async def test_the_tasks_sampling_reaches_the_engine() -> None:
+async def test_task_sampling_reaches_engine() -> None:
     engine = scripted("a long answer", "a long answer")
     here = stage(engine, sampling=Sampling(temperature=0.25, max_tokens=2))
     async with served(here.app) as base:
@@ -651,7 +666,7 @@ async def test_the_tasks_sampling_reaches_the_engine() -> None:
     assert here.turns[0].asked == Sampling(temperature=2, top_p=0.5, max_tokens=999)
 
 
-async def test_a_stop_string_aborts_the_engine(autojump_clock: trio.testing.MockClock) -> None:
+async def test_stop_string_aborts_engine(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here = stage(engine)
     asgi = AsgiClient()
@@ -666,7 +681,7 @@ async def test_a_stop_string_aborts_the_engine(autojump_clock: trio.testing.Mock
     assert len(here.turns[0].sampled) < len(engine.given)
 
 
-async def test_long_requests_do_not_hold_up_the_loop() -> None:
+async def test_long_request_leaves_loop_free() -> None:
     """Reading and rendering a megabyte is not the loop's work: its longest step takes less than half of it,
     in CPU time, whatever else runs here.
     """
@@ -701,7 +716,7 @@ class _Steps(trio.abc.Instrument):
             self.longest = max(self.longest, self.now() - self._began)
 
 
-async def test_a_cancelled_node_records_what_it_has(autojump_clock: trio.testing.MockClock) -> None:
+async def test_cancelled_node_records_partial_turn(autojump_clock: trio.testing.MockClock) -> None:
     engine = HandEngine()
     here: Stage = stage(engine, pacing=KeepAlivePacing(opening_s=0.5, quiet_s=1.0))
     asgi = AsgiClient()
@@ -713,7 +728,7 @@ async def test_a_cancelled_node_records_what_it_has(autojump_clock: trio.testing
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_closes_its_socket_ends_its_call(stream: bool) -> None:
+async def test_closed_socket_ends_its_call(stream: bool) -> None:
     """The connection calls when its client has left; the call is recorded, and its connection serves no more."""
     engine = HandEngine()
     here = stage(engine)
@@ -735,7 +750,8 @@ async def test_a_client_that_closes_its_socket_ends_its_call(stream: bool) -> No
     assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half a "))]
 
 
-async def test_a_client_that_left_while_its_body_was_read_is_never_generated_for() -> None:
+async def test_disconnect_while_body_was_read() -> None:
+    """A client that left while its body was read is never generated for."""
     engine = HandEngine()
     here = stage(engine)
     departure = ClientDeparture(left=True)

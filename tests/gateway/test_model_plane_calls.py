@@ -72,9 +72,10 @@ async def ask(app: Any, path: str, asked: bytes) -> AsgiClient:
     return asgi
 
 
-async def test_a_call_is_held_once_it_is_rendered_and_before_the_engine_is_asked(
+async def test_call_held_between_render_and_engine(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A call is held once it is rendered and before the engine is asked."""
     engine = scripted("One.", "Two.")
     here = stage(engine)
     held: list[tuple[int, str, int, int]] = []
@@ -99,7 +100,7 @@ async def test_a_call_is_held_once_it_is_rendered_and_before_the_engine_is_asked
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_three_choices_are_three_turns_of_one_prompt(stream: bool) -> None:
+async def test_three_choices_are_three_turns(stream: bool) -> None:
     engine = scripted("One.", "Two and more.", "Three.")
     here = stage(engine)
 
@@ -128,7 +129,7 @@ async def test_three_choices_are_three_turns_of_one_prompt(stream: bool) -> None
     assert (counts.trainable, counts.traces) == (sum(len(turn.sampled) for turn in turns), 3)
 
 
-async def test_a_choice_that_stops_leaves_the_others_running(autojump_clock: trio.testing.MockClock) -> None:
+async def test_stopped_choice_leaves_others_running(autojump_clock: trio.testing.MockClock) -> None:
     engine = scripted("go STOP on", "and on without end", chunk=1)
     here = stage(engine)
     asgi = await ask(here.app, CHAT, body(n=2, stop=["STOP"]))
@@ -156,7 +157,7 @@ class OneFails(ScriptedEngine):
         yield self
 
 
-async def test_a_choice_that_fails_ends_the_call_at_once(autojump_clock: trio.testing.MockClock) -> None:
+async def test_failed_choice_ends_call_at_once(autojump_clock: trio.testing.MockClock) -> None:
     here = stage(OneFails())
     with trio.fail_after(10):
         asgi = await ask(here.app, CHAT, body(n=2))
@@ -171,7 +172,7 @@ async def test_budgets_count_each_choice(autojump_clock: trio.testing.MockClock)
     assert (here.s1.spent_clock, len(here.turns)) == ("turns", 2)
 
 
-async def test_a_session_that_closes_cuts_every_choice(autojump_clock: trio.testing.MockClock) -> None:
+async def test_session_close_cuts_every_choice(autojump_clock: trio.testing.MockClock) -> None:
     hold = trio.Event()
     here = stage(scripted("One is long.", "Two is long.", chunk=1, hold=hold))
     asgi = AsgiClient()
@@ -186,7 +187,7 @@ async def test_a_session_that_closes_cuts_every_choice(autojump_clock: trio.test
 # ── logprobs, one call, constraints ───────────────────────────────────────────
 
 
-async def test_logprobs_are_the_engines_token_for_token() -> None:
+async def test_logprobs_match_engine_token_for_token() -> None:
     here = stage(scripted("Hello there."))
 
     def use(client: openai.OpenAI) -> Any:
@@ -205,9 +206,10 @@ async def test_logprobs_are_the_engines_token_for_token() -> None:
     assert len(whole) == len(here.turns[0].sampled) - 1  # all but the turn end
 
 
-async def test_one_call_is_one_call_and_the_next_request_closes_the_turn(
+async def test_single_call_closed_by_next_request(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """One call is one call, and the next request closes the turn."""
     engine = scripted(f"Let me see.|{CALL}|\n|{CALL}", "It says hello.")
     here = stage(engine)
     asgi = await ask(here.app, CHAT, body(tools=TOOLS, parallel_tool_calls=False))
@@ -231,9 +233,10 @@ async def test_one_call_is_one_call_and_the_next_request_closes_the_turn(
     )
 
 
-async def test_a_schema_reaches_the_engine_where_it_can_hold_and_the_answer_does_not_think(
+async def test_schema_reaches_engine_without_thinking(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A schema reaches the engine where it can hold, and the answer does not think."""
     engine = scripted('{"path": "x"}')
     here = stage(engine)
     asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
@@ -252,9 +255,7 @@ async def test_a_schema_reaches_the_engine_where_it_can_hold_and_the_answer_does
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_only_warms_up_is_no_turn(
-    autojump_clock: trio.testing.MockClock, stream: bool
-) -> None:
+async def test_prewarm_request_is_no_turn(autojump_clock: trio.testing.MockClock, stream: bool) -> None:
     engine = scripted("Hello.")
     here = stage(engine, max_turns=1)
     warm = json.dumps({"model": "m", "input": "hi", "generate": False, "stream": stream}).encode()
@@ -292,9 +293,10 @@ def said(path: str, *texts: str) -> Any:
 
 
 @pytest.mark.parametrize("path", COUNTS)
-async def test_what_is_counted_is_what_would_be_rendered(
+async def test_counted_tokens_match_rendered_prompt(
     autojump_clock: trio.testing.MockClock, path: str
 ) -> None:
+    """The counted tokens are those of the prompt that would be rendered."""
     counting, field, head, messages = COUNTS[path]
     engine = scripted("<think>|\nA thought that is kept.\n|</think>|\n\nHello.", "Fine.")
     here = stage(engine)
@@ -314,9 +316,10 @@ async def test_what_is_counted_is_what_would_be_rendered(
 # ── sampling and budgets ──────────────────────────────────────────────────────
 
 
-async def test_all_of_the_tasks_sampling_wins_and_both_are_recorded(
+async def test_every_task_sampling_field_wins(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """All of the task's sampling wins, and both are recorded."""
     task = Sampling(
         temperature=0.25,
         top_k=7,
@@ -363,9 +366,10 @@ async def test_all_of_the_tasks_sampling_wins_and_both_are_recorded(
     ],
 )
 @pytest.mark.parametrize("budget", ["max_turns", "max_tokens"])
-async def test_a_spent_budget_is_a_plain_refusal_in_every_dialect(
+async def test_spent_budget_is_refused_per_dialect(
     autojump_clock: trio.testing.MockClock, path: str, asked: Any, status: int, budget: str
 ) -> None:
+    """A spent budget is a plain refusal in every dialect."""
     here = stage(scripted("Hello."), **{budget: 1})
     assert (await ask(here.app, path, json.dumps({"model": "m"} | asked).encode())).status == 200
     for stream in (False, True):
@@ -376,9 +380,10 @@ async def test_a_spent_budget_is_a_plain_refusal_in_every_dialect(
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, GEMINI])
-async def test_a_generation_ended_before_its_first_token_is_to_be_asked_again(
+async def test_abort_before_first_token_is_retryable(
     autojump_clock: trio.testing.MockClock, path: str
 ) -> None:
+    """A generation that ended before its first token is to be asked again."""
     engine = HandEngine()
     here = stage(engine, max_turns=1)
     asked = {
@@ -402,9 +407,10 @@ async def test_a_generation_ended_before_its_first_token_is_to_be_asked_again(
 
 
 @pytest.mark.parametrize("agents", [2, 3])
-async def test_sub_agents_at_once_are_lines_of_their_own_that_grow_side_by_side(
+async def test_parallel_subagents_are_separate_lineages(
     autojump_clock: trio.testing.MockClock, agents: int
 ) -> None:
+    """Sub-agents at once are lines of their own that grow side by side."""
     engine = scripted("Yes.", chunk=1)
     here = stage(engine)
 
@@ -432,7 +438,8 @@ async def test_sub_agents_at_once_are_lines_of_their_own_that_grow_side_by_side(
     )
 
 
-async def test_several_calls_on_one_history_are_branches(autojump_clock: trio.testing.MockClock) -> None:
+async def test_parallel_calls_are_branches(autojump_clock: trio.testing.MockClock) -> None:
+    """Several calls on one history are branches."""
     engine = scripted("Yes.", "One.", "Two.", chunk=1)
     here = stage(engine)
     first = json.loads((await ask(here.app, CHAT, body())).body)["choices"][0]["message"]
@@ -448,7 +455,7 @@ async def test_several_calls_on_one_history_are_branches(autojump_clock: trio.te
 # ── what an answer is remembered by ───────────────────────────────────────────
 
 
-async def test_an_answer_can_be_gone_on_from_by_name(autojump_clock: trio.testing.MockClock) -> None:
+async def test_previous_response_id_extends_its_turn(autojump_clock: trio.testing.MockClock) -> None:
     engine = scripted("Hello.", "Fine.")
     here = stage(engine)
     first = json.loads(
@@ -459,7 +466,7 @@ async def test_an_answer_can_be_gone_on_from_by_name(autojump_clock: trio.testin
     assert [(turn.kind, turn.parent) for turn in here.turns] == [("root", None), ("extend", 0)]
 
 
-async def test_a_warmed_connection_can_be_gone_on_from_by_name_too(
+async def test_prewarm_response_id_can_be_continued(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     engine = scripted("Hello.")
@@ -486,7 +493,7 @@ async def test_a_warmed_connection_can_be_gone_on_from_by_name_too(
 
 @pytest.mark.parametrize("prefix", ["", "/v1", "/sessions/key-s1/v1", "/any/prefix"])
 @pytest.mark.parametrize("key", ["key-s1", None])
-async def test_an_upgrade_is_answered_426_under_any_prefix(prefix: str, key: str | None) -> None:
+async def test_upgrade_is_426_under_any_prefix(prefix: str, key: str | None) -> None:
     here = stage(scripted("x"))
     headers = {
         "connection": "Upgrade",
@@ -504,7 +511,8 @@ async def test_an_upgrade_is_answered_426_under_any_prefix(prefix: str, key: str
     assert reply.headers["content-type"] == "application/json"
 
 
-def test_a_name_is_shared_only_by_those_who_may_have_the_same_answer() -> None:
+def test_attempt_name_is_shared_by_equals() -> None:
+    """A name is shared only by those who may have the same answer."""
     session = new_session("s")
     asked = a_call().request
     same = IncomingCall(session=session, dialect=OPENAI_CHAT, request=asked, key="body")
@@ -524,7 +532,7 @@ def test_a_name_is_shared_only_by_those_who_may_have_the_same_answer() -> None:
     assert not any(resumable(evolve(asked, **fields)) for fields in cannot)
 
 
-def test_every_dialect_of_the_node_is_tried_here() -> None:
+def test_every_dialect_is_tested_here() -> None:
     assert {dialect.name for dialect in (OPENAI_CHAT, ANTHROPIC, OPENAI_RESPONSES, GOOGLE)} == {
         "openai_chat",
         "anthropic",

@@ -70,7 +70,8 @@ def check_whole(turns: list[Turn], last: int) -> None:
     assert list(found.top.ids[::3]) == [token for turn in row for token in turn.sampled]
 
 
-async def test_a_conversation_asks_for_what_is_new_alone() -> None:
+async def test_conversation_asks_only_new_experts() -> None:
+    """A conversation asks only for the experts of new positions."""
     engine = mixture("one", "two two", "three")
     made = carrying(engine)
     first = await talk(made, "hi")
@@ -88,7 +89,8 @@ async def test_a_conversation_asks_for_what_is_new_alone() -> None:
     assert made.s1.metrics()["uncarried_turns"] == 0
 
 
-async def test_a_rewritten_history_begins_anew_and_a_branch_at_its_fork() -> None:
+async def test_rewrite_restarts_branch_starts_at_fork() -> None:
+    """A rewritten history begins anew, and a branch begins at its fork."""
     engine = mixture("one", "two", "three", "four")
     made = carrying(engine)
     first = await talk(made, "hi")
@@ -101,7 +103,8 @@ async def test_a_rewritten_history_begins_anew_and_a_branch_at_its_fork() -> Non
         check_whole(made.turns, last)
 
 
-async def test_what_a_cut_turn_lacks_the_next_one_fills(autojump_clock: trio.abc.Clock) -> None:
+async def test_next_turn_fills_cut_experts(autojump_clock: trio.abc.Clock) -> None:
+    """The next turn fetches the experts that a cut turn lacks."""
     engine = mixture("one and a long answer that is cut", "the end", "after it", hold=trio.Event())
     made, asgi = carrying(engine), AsgiClient()
     async with trio.open_nursery() as nursery:
@@ -127,7 +130,8 @@ async def talk_streamed(plane: ModelPlane, asgi: AsgiClient) -> None:
     await asgi.request(plane.app_for("s1"), CHAT, json.dumps(body).encode())
 
 
-async def test_beyond_its_limit_a_session_goes_on_and_says_so() -> None:
+async def test_session_over_limit_notes_missing_extras() -> None:
+    """A session over its limit goes on, and its notes name the missing extras."""
     engine = mixture("one", "two", "three")
     made = carrying(engine, limit=400)
     first = await talk(made, "hi")
@@ -153,7 +157,7 @@ async def test_beyond_its_limit_a_session_goes_on_and_says_so() -> None:
     )
 
 
-async def test_a_session_that_carries_nothing_asks_for_nothing() -> None:
+async def test_session_without_extras_asks_none() -> None:
     engine = mixture("one")
     made = carrying(engine, CarrySpec())
     await talk(made, "hi")
@@ -162,7 +166,7 @@ async def test_a_session_that_carries_nothing_asks_for_nothing() -> None:
     assert "carried_bytes" not in made.s1.metrics()
 
 
-def test_a_node_says_why_its_engine_tells_no_experts(tmp_path: Path) -> None:
+def test_node_says_why_experts_missing(tmp_path: Path) -> None:
     simulated = no_experts_reason(NodeConfig(engine="simulated", gpus=(0,)), model())
     assert (
         simulated

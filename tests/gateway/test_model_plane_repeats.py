@@ -110,9 +110,8 @@ async def until_refused(
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
-async def test_the_same_call_with_the_same_result_is_refused_in_every_dialect(
-    autojump_clock: trio.testing.MockClock, path: str
-) -> None:
+async def test_same_call_and_result_is_refused(autojump_clock: trio.testing.MockClock, path: str) -> None:
+    """The same call with the same result is refused in every dialect."""
     # what is written beside the call does not matter
     here = stage(scripted(*(a_look(text=f"Once more, {n}. ") for n in range(9))), max_repeats=3)
     answered, error = await until_refused(here, path, "a line")
@@ -122,9 +121,8 @@ async def test_the_same_call_with_the_same_result_is_refused_in_every_dialect(
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
-async def test_the_same_error_is_refused_whatever_was_called(
-    autojump_clock: trio.testing.MockClock, path: str
-) -> None:
+async def test_same_error_refused_whatever_called(autojump_clock: trio.testing.MockClock, path: str) -> None:
+    """The same error is refused, whatever was called."""
     here = stage(scripted(*(a_look(f"{n}.txt") for n in range(9))), max_repeats=4)
     answered, _ = await until_refused(here, path, "a line", MISSING)
     assert (answered, here.s1.spent_clock) == (5, "repeats")
@@ -132,31 +130,33 @@ async def test_the_same_error_is_refused_whatever_was_called(
 
 @pytest.mark.parametrize("path", list(DIALECTS))
 @pytest.mark.parametrize("result", ["", "ok", "No matches found"])
-async def test_other_calls_with_the_same_harmless_result_are_answered(
+async def test_other_calls_same_result_are_answered(
     autojump_clock: trio.testing.MockClock, path: str, result: str
 ) -> None:
+    """Other calls with the same harmless result are answered."""
     here = stage(scripted(*(a_look(f"{n}.txt") for n in range(9))), max_repeats=2)
     assert await until_refused(here, path, result) == (9, {})
     assert here.s1.spent_clock is None
 
 
-async def test_without_the_budget_a_loop_goes_on(autojump_clock: trio.testing.MockClock) -> None:
+async def test_loop_without_budget_goes_on(autojump_clock: trio.testing.MockClock) -> None:
     assert await until_refused(stage(scripted(a_look())), CHAT, MISSING) == (9, {})
 
 
-async def test_answers_without_calls_loop_as_well(autojump_clock: trio.testing.MockClock) -> None:
+async def test_answers_without_calls_loop_too(autojump_clock: trio.testing.MockClock) -> None:
     here = stage(scripted("I am done."), max_repeats=3)
     assert (await until_refused(here, CHAT, "Call a tool."))[0] == 3
 
 
-async def test_progress_begins_a_new_count(autojump_clock: trio.testing.MockClock) -> None:
+async def test_progress_resets_the_count(autojump_clock: trio.testing.MockClock) -> None:
     here = stage(scripted(a_look(), a_look(), a_look("b.txt"), a_look()), max_repeats=3)
     assert (await until_refused(here, CHAT, "a line"))[0] == 6
 
 
-async def test_a_history_that_came_with_the_first_request_is_not_this_sessions(
+async def test_initial_history_does_not_count(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A history that came with the first request is not this session's."""
     here = stage(scripted("A.", "B.", "C."), max_repeats=2)
     foreign = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]
     asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}, *foreign * 5]}
@@ -165,7 +165,7 @@ async def test_a_history_that_came_with_the_first_request_is_not_this_sessions(
     assert asgi.status == 200
 
 
-async def test_a_loop_of_one_agent_ends_the_whole_run(autojump_clock: trio.testing.MockClock) -> None:
+async def test_one_looping_agent_ends_run(autojump_clock: trio.testing.MockClock) -> None:
     here = stage(scripted(a_look()), max_repeats=2)
     spent: list[str | None] = []
     here.s1.on_spent = lambda: spent.append(here.s1.spent_clock)
@@ -176,7 +176,7 @@ async def test_a_loop_of_one_agent_ends_the_whole_run(autojump_clock: trio.testi
     assert here.s1.metrics()["refusals"] == {"budget_spent": 5}
 
 
-async def test_a_request_sent_again_is_no_other_turn(autojump_clock: trio.testing.MockClock) -> None:
+async def test_resent_request_is_no_repeat(autojump_clock: trio.testing.MockClock) -> None:
     here, history = stage(scripted(a_look()), max_repeats=2), [{"role": "user", "content": "hi"}]
     for _ in range(5):
         asgi = AsgiClient()

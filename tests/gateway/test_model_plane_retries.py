@@ -65,9 +65,10 @@ def engine() -> HandEngine:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_the_same_body_goes_on_token_for_token_in_every_dialect(
+async def test_same_body_resumes_token_for_token(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str
 ) -> None:
+    """The same body resumes token for token in every dialect."""
     here = stage(engine)
     await cut(here, engine, body(path), "Half a ", path=path)
     engine.give("loaf.", "<|im_end|>", finish="stop")
@@ -87,9 +88,10 @@ async def test_the_same_body_goes_on_token_for_token_in_every_dialect(
     assert here.s1.metrics()["resumed_turns"] == 1
 
 
-async def test_a_stream_that_goes_on_begins_with_what_was_said(
+async def test_resumed_stream_repeats_first_part(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """A resumed stream begins with the text that was sent before."""
     here = stage(engine)
     gone = await cut(here, engine, body(stream=True), "Half a ")
     assert b"Half a" in gone.body
@@ -104,9 +106,10 @@ async def test_a_stream_that_goes_on_begins_with_what_was_said(
     assert again.whole
 
 
-async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(
+async def test_unresumable_body_is_sampled_anew(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """Another body, or one whose parts cannot go on, is sampled anew."""
     here = stage(engine)
     for place, said in enumerate(
         ({"logprobs": True}, {"n": 1, "response_format": {"type": "json_object"}}, {"n": 2})
@@ -125,9 +128,10 @@ async def test_another_body_or_one_whose_parts_can_not_go_on_is_sampled_anew(
     assert (here.turns[-1].reason, here.turns[-1].kind) == ("same_path", "retry")
 
 
-async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_same_place(
+async def test_failed_resume_is_retried_in_place(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """An engine that fails in a resumed answer is asked again from the same place."""
     here = stage(engine)
     await cut(here, engine, body(), "Half a ")
     engine.fail(EngineError("the host died"))
@@ -141,7 +145,7 @@ async def test_an_engine_that_fails_while_it_goes_on_is_asked_again_from_the_sam
     ]
 
 
-async def test_the_next_request_extends_what_went_on(
+async def test_next_request_extends_resumed_turn(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine)
@@ -165,9 +169,10 @@ async def test_the_next_request_extends_what_went_on(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_when_its_client_asks_again(
+async def test_aborted_answer_resumes_on_retry(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, stream: bool
 ) -> None:
+    """An answer that the engine aborted resumes when its client asks again."""
     here = stage(engine)
     engine.give("Half a ", finish="abort")
     cancelled = await ask(here, CHAT, body(stream=stream))
@@ -188,9 +193,10 @@ async def test_what_the_engine_aborted_in_mid_answer_is_gone_on_with_when_its_cl
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_engine(
+async def test_undelivered_answer_sent_without_engine(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
 ) -> None:
+    """A whole answer that was not delivered is given again without the engine."""
     here = stage(engine)
     if stream:
         path = path.replace("generateContent", "streamGenerateContent")
@@ -211,7 +217,7 @@ async def test_a_whole_answer_that_was_not_delivered_is_given_again_without_the_
     assert [turn.kind for turn in here.turns] == ["root", "retry"]
 
 
-async def test_calls_are_given_again_under_their_ids(
+async def test_resent_calls_keep_their_ids(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine)
@@ -225,9 +231,7 @@ async def test_calls_are_given_again_under_their_ids(
     assert ours == here.turns[0].index
 
 
-async def test_every_choice_is_given_again(
-    autojump_clock: trio.testing.MockClock, engine: HandEngine
-) -> None:
+async def test_every_choice_is_resent(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     for text in ("One.", "Two."):
         engine.give(text, "<|im_end|>", finish="stop")
@@ -237,9 +241,10 @@ async def test_every_choice_is_given_again(
     assert (len(here.turns), len(engine.orders)) == (2, 2)
 
 
-async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(
+async def test_spent_budget_still_resends_answer(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """A spent budget does not keep an answer from its client."""
     here = stage(engine, max_turns=1)
     engine.give("Hello.", "<|im_end|>", finish="stop")
     await ask(here, CHAT, body(), leave_at=1)
@@ -249,7 +254,7 @@ async def test_a_spent_budget_does_not_keep_an_answer_from_its_client(
     assert (await ask(here, CHAT, body())).status == 410
 
 
-async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(
+async def test_bytes_after_last_words_are_optional(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     """Many clients close when they have read the end of the stream, before the end of its chunks."""
@@ -267,9 +272,10 @@ async def test_the_bytes_after_the_last_words_of_a_stream_need_not_arrive(
 # ── twins ─────────────────────────────────────────────────────────────────────
 
 
-async def test_two_clients_that_are_both_there_get_an_answer_each(
+async def test_two_live_clients_get_two_answers(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """Two clients that are both there get an answer each."""
     here = stage(engine)
     first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
@@ -289,7 +295,7 @@ async def test_two_clients_that_are_both_there_get_an_answer_each(
     assert [turn.state for turn in here.turns] == ["complete", "complete"]
 
 
-async def test_an_answer_on_its_way_to_one_client_is_not_given_to_another(
+async def test_answer_in_delivery_is_not_shared(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     """A harness that samples one prompt in parallel: an answer that its client has not yet read is not a lost
@@ -315,9 +321,10 @@ async def test_an_answer_on_its_way_to_one_client_is_not_given_to_another(
     assert here.s1.metrics()["replayed"] == 0
 
 
-async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(
+async def test_retry_before_disconnect_is_seen(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """A client that asks again before its disconnect was noticed resumes."""
     here = stage(engine)
     first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
@@ -334,9 +341,10 @@ async def test_a_client_that_asks_again_before_its_leaving_was_seen_goes_on(
     assert [turn.reason for turn in here.turns] == ["first", "resumed"]
 
 
-async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(
+async def test_disconnect_while_waiting_for_twin(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """A client that leaves while it waits for its twin asked nothing."""
     here = stage(engine)
     first, second = AsgiClient(), AsgiClient()
     async with trio.open_nursery() as nursery:
@@ -351,9 +359,10 @@ async def test_a_client_that_leaves_while_it_waits_for_its_twin_asked_nothing(
     assert second.sent == []
 
 
-async def test_the_same_bytes_to_another_api_are_another_question(
+async def test_other_api_is_another_request(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
+    """The same bytes to another API are another question."""
     here = stage(engine)
     await cut(here, engine, body(MESSAGES), "Half a ", path=MESSAGES)
     engine.channel = trio.open_memory_channel[Any](100)
@@ -405,7 +414,7 @@ async def test_endless_drops_spend_budget(
     assert here.s1.spent_clock == "turns"
 
 
-async def test_next_turn_after_drop_has_room(
+async def test_next_turn_after_drop_fits_budget(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine, max_turns=2)
@@ -417,7 +426,7 @@ async def test_next_turn_after_drop_has_room(
 
 
 @pytest.mark.parametrize("said", [{"n": 2}, {"logprobs": True}, {"guided_regex": "a"}])
-async def test_call_asked_anew_costs_no_second_turn(
+async def test_resampled_call_costs_one_turn(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, said: dict[str, Any]
 ) -> None:
     """Such a call cannot go on from its tokens, and its client was owed an answer all the same."""
@@ -430,7 +439,7 @@ async def test_call_asked_anew_costs_no_second_turn(
     assert (await ask(here, CHAT, body(**said))).status == 400
 
 
-async def test_whole_answer_after_drop_is_one_turn(
+async def test_answer_after_drop_is_one_turn(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     here = stage(engine, max_turns=1)
@@ -442,7 +451,7 @@ async def test_whole_answer_after_drop_is_one_turn(
     assert (await ask(here, CHAT, body())).status == 400
 
 
-async def test_dropped_answer_keeps_its_tokens_of_budget(
+async def test_dropped_answer_spends_its_tokens(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     """What was sampled is spent, and what goes on has what is left; with nothing left it is the answer."""
@@ -469,9 +478,7 @@ async def test_refusal_after_drop_is_paid_again(
     assert b"budget" in (await ask(here, CHAT, asked)).body
 
 
-async def test_drop_beside_waiting_call_takes_no_place(
-    autojump_clock: trio.testing.MockClock, engine: HandEngine
-) -> None:
+async def test_drop_beside_waiting_call(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     """While an answer goes on, the other calls have the room that they had before."""
     here = stage(engine, max_turns=2)
     await cut(here, engine, body(), "Half a ")
@@ -494,7 +501,7 @@ DELIVERY = {
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("path", PATHS)
-async def test_form_changed_after_a_cut(
+async def test_retry_in_other_form_resumes(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, first: bool
 ) -> None:
     """A stream that broke is asked for whole and the other way round, with other fields of delivery, in
@@ -526,7 +533,7 @@ async def test_form_changed_after_a_cut(
     assert "budget of 1 turns" in (await ask(here, there, asked)).body.decode()
 
 
-async def test_lowered_limit_of_a_whole_answer(
+async def test_retry_with_lowered_token_limit(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     """Claude Code asks for at most 64,000 tokens where it falls back from a stream."""
@@ -542,7 +549,7 @@ async def test_lowered_limit_of_a_whole_answer(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-async def test_cut_exactly_at_the_budget(
+async def test_drop_exactly_at_the_budget(
     autojump_clock: trio.testing.MockClock, engine: HandEngine, path: str, stream: bool
 ) -> None:
     """The client leaves when the last token of the budget came, and not its end: the answer is whole, and is
@@ -563,9 +570,7 @@ async def test_cut_exactly_at_the_budget(
     assert b"budget of" in (await ask(here, there, body(path, "other", stream=stream))).body
 
 
-async def test_aborted_exactly_at_the_limit(
-    autojump_clock: trio.testing.MockClock, engine: HandEngine
-) -> None:
+async def test_abort_exactly_at_the_limit(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     here = stage(engine)
     engine.give("Half a ", finish="abort")
     answer = await ask(here, CHAT, body(max_tokens=len(spelled("Half a "))))
@@ -573,7 +578,7 @@ async def test_aborted_exactly_at_the_limit(
     assert [(turn.state, turn.finish_reason) for turn in here.turns] == [("complete", "length")]
 
 
-async def test_budget_that_others_spent(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
+async def test_budget_spent_by_other_call(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
     """What was sampled is the answer, cut, when a call beside it took the rest of the budget."""
     here = stage(engine, max_tokens=len(spelled("Half a ", "Whole.")))
     await cut(here, engine, body(MESSAGES), "Half a ", path=MESSAGES)
@@ -585,7 +590,7 @@ async def test_budget_that_others_spent(autojump_clock: trio.testing.MockClock, 
     assert "budget of" in (await ask(here, MESSAGES, body(MESSAGES))).body.decode()
 
 
-async def test_restored_session_has_spent_the_same(
+async def test_restored_session_keeps_spent_budget(
     autojump_clock: trio.testing.MockClock, engine: HandEngine
 ) -> None:
     """What was asked again, gone on with or from the beginning, is one turn of it, as it was when it ran."""

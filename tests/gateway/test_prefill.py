@@ -86,7 +86,7 @@ async def test_ended_answer_as_prefill(engine: HandEngine) -> None:
     assert spelled("<|im_end|>")[0] not in opened
 
 
-async def test_cut_answer_goes_on_by_its_ids(engine: HandEngine) -> None:
+async def test_cut_answer_resumes_by_ids(engine: HandEngine) -> None:
     here = stage(engine)
     engine.give("1, 2,", finish="length")
     await ask(here, MESSAGES, body(MESSAGES, USER))
@@ -97,7 +97,9 @@ async def test_cut_answer_goes_on_by_its_ids(engine: HandEngine) -> None:
     assert list(engine.orders[1].prompt) == [*engine.orders[0].prompt, *first.sampled]
 
 
-async def test_dropped_prefill_goes_on(autojump_clock: trio.testing.MockClock, engine: HandEngine) -> None:
+async def test_dropped_prefill_answer_resumes(
+    autojump_clock: trio.testing.MockClock, engine: HandEngine
+) -> None:
     here = stage(engine, max_turns=2)
     asked = body(MESSAGES, USER, PREFILL)
     await cut(here, engine, asked, " 3,", path=MESSAGES)
@@ -110,7 +112,7 @@ async def test_dropped_prefill_goes_on(autojump_clock: trio.testing.MockClock, e
     assert here.turns[2].parent == 1
 
 
-async def test_prefill_is_counted(engine: HandEngine) -> None:
+async def test_token_count_includes_prefill(engine: HandEngine) -> None:
     here = stage(engine)
     counted = await ask(here, f"{MESSAGES}/count_tokens", body(MESSAGES, USER, PREFILL))
     engine.give(" 3", "<|im_end|>", finish="stop")
@@ -118,7 +120,7 @@ async def test_prefill_is_counted(engine: HandEngine) -> None:
     assert json.loads(counted.body)["input_tokens"] == len(engine.orders[0].prompt)
 
 
-async def test_empty_prefill_is_none(engine: HandEngine) -> None:
+async def test_empty_prefill_is_ignored(engine: HandEngine) -> None:
     here = stage(engine)
     for messages in ((USER,), (USER, {"role": "assistant", "content": ""})):
         engine.give("One.", "<|im_end|>", finish="stop")
@@ -152,7 +154,7 @@ async def test_empty_prefill_after_results() -> None:
     assert deltas[0] == deltas[1]
 
 
-async def test_long_prompt_in_thread(engine: HandEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_prompt_rendered_in_thread(engine: HandEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prefill is rendered, and long arguments are looked at for notes, beside the event loop."""
     here = stage(engine, context=100_000)
     beside: list[bool] = []
@@ -198,7 +200,7 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
         (CHAT, (USER,), {"continue_final_message": True}, "continue_final_message needs"),
     ],
 )
-async def test_what_cannot_go_on_is_refused(
+async def test_unsupported_prefill_is_refused(
     engine: HandEngine, path: str, messages: tuple[dict[str, Any], ...], said: dict[str, Any], why: str
 ) -> None:
     here = stage(engine)

@@ -50,7 +50,8 @@ def agent(minute: str, call_id: str = "c1", name: str = "") -> list[RecordedRequ
     return session(history[:1], history[:3], history, name=name)
 
 
-def test_the_first_request_whose_prompt_differs_is_named_with_its_words() -> None:
+def test_first_differing_request_is_named() -> None:
+    """The first request whose prompt differs is named with its words."""
     found = compare_sessions(agent("03"), agent("04", name="b"))
     assert (found.requests, found.against_requests, found.equal, found.same) == (3, 3, 1, False)
     first = found.first
@@ -61,7 +62,8 @@ def test_the_first_request_whose_prompt_differs_is_named_with_its_words() -> Non
     assert first.after.startswith(" .\n-rw-r--r-- 1 agent")
 
 
-def test_ids_blanks_and_the_spelling_of_json_are_no_difference() -> None:
+def test_ids_and_spacing_are_ignored() -> None:
+    """Ids, blanks and the spelling of JSON are no difference."""
     other = agent("03", "another")
     assert compare_sessions(agent("03"), other).same
     spelled = [user("list"), called("x", '{ "command":"ls -la" }'), result("x", LISTING.format("03", "03"))]
@@ -69,7 +71,8 @@ def test_ids_blanks_and_the_spelling_of_json_are_no_difference() -> None:
     assert (found.equal, found.first) == (2, None)
 
 
-def test_calls_in_another_order_are_found_and_each_counts_once() -> None:
+def test_reordered_calls_each_count_once() -> None:
+    """Calls in another order are found, and each counts once."""
     one = session([user("a")], [user("b")], [user("b")])
     assert compare_sessions(one, [one[1], one[0], one[2]]).same
     found = compare_sessions(one, session([user("b")], [user("a")]))
@@ -81,7 +84,7 @@ def test_calls_in_another_order_are_found_and_each_counts_once() -> None:
     assert (found.equal, found.first.file, found.first.against_file) == (1, None, "02")
 
 
-def test_the_nearest_of_several_is_compared_with() -> None:
+def test_nearest_candidate_is_compared() -> None:
     found = compare_sessions(
         session([user("one"), called("c"), result("c", "x 1")]),
         session([user("side call")], [user("one"), called("c"), result("c", "x 2")]),
@@ -94,7 +97,8 @@ def tool(description: str) -> list[Any]:
     return [{"type": "function", "function": {"name": "t", "description": description, "parameters": {}}}]
 
 
-def test_what_stands_before_the_messages_is_the_head() -> None:
+def test_tools_differ_in_the_head() -> None:
+    """A difference in the tools is reported as one in the head."""
     one, other = (session([user("a")], tools=tool(day)) for day in ("It is Monday", "It is Tuesday"))
     first = compare_sessions(one, other).first
     assert first is not None
@@ -103,7 +107,8 @@ def test_what_stands_before_the_messages_is_the_head() -> None:
     assert compare_sessions(one, same).same
 
 
-def test_a_message_more_and_another_role_are_shown() -> None:
+def test_added_message_and_role_are_shown() -> None:
+    """A message more and another role are shown."""
     first = compare_sessions(session([user("a"), user("b")]), session([user("a")])).first
     assert first is not None
     assert (first.part, first.words, first.against_words) == ("message 2 (user)", "user: b", "")
@@ -112,7 +117,7 @@ def test_a_message_more_and_another_role_are_shown() -> None:
     assert (first.part, first.words, first.against_words) == ("message 1 (user)", "user", "system")
 
 
-def test_what_is_shown_is_bounded() -> None:
+def test_shown_difference_is_bounded() -> None:
     long = "x" * 5 * WINDOW
     one, other = (session([user(f"{long} {end} {'y ' * WINDOW}")]) for end in ("a" * 9_000, "b"))
     first = compare_sessions(one, other).first
@@ -123,7 +128,8 @@ def test_what_is_shown_is_bounded() -> None:
     assert first.after.endswith("…")
 
 
-def test_what_is_not_read_is_no_equality_and_probes_are_not_compared() -> None:
+def test_unread_request_is_no_equality() -> None:
+    """A request that cannot be read is no equality, and probes are not compared."""
     probe = recorded("00", None, "/api/show")
     assert compare_sessions([probe, *agent("03")], agent("03")).same
     broken = recorded("04", {"model": "m", "messages": [{"role": "nobody", "content": "x"}]})
@@ -133,7 +139,8 @@ def test_what_is_not_read_is_no_equality_and_probes_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_changed_result_is_found_in_every_dialect(dialect: Dialect) -> None:
+def test_changed_result_found_per_dialect(dialect: Dialect) -> None:
+    """A changed result is found in every dialect."""
     entries = linear(Client(dialect=dialect), turns=6)
 
     def read(change: bool) -> list[RecordedRequest]:
@@ -176,7 +183,8 @@ def harness_names() -> list[str]:
 
 
 @pytest.mark.parametrize("harness", harness_names())
-def test_a_real_session_is_equal_to_itself_and_differs_from_a_shorter_one(harness: str) -> None:
+def test_real_session_equals_only_itself(harness: str) -> None:
+    """A real session is equal to itself and differs from a shorter one."""
     files = sorted(HARNESSES.glob(f"{harness}_?.json"))
     read = [read_recorded(file.name, file.read_bytes(), NoMemory()) for file in files]
     found = compare_sessions(read, read)

@@ -18,7 +18,8 @@ def texts(*conversations: Conversation) -> list[str | None]:
     return [None if each.answer is None else each.answer.text for each in found(*conversations)]
 
 
-def test_the_answer_is_what_the_next_request_shows() -> None:
+def test_answer_is_read_from_next_request() -> None:
+    """The answer is what the next request shows."""
     one, two = ask(system(), user()), ask(system(), user(), CALL, told("c1", "done"))
     first, last = found(one, two)
     assert first.answer is not None
@@ -26,14 +27,16 @@ def test_the_answer_is_what_the_next_request_shows() -> None:
     assert (last.answer, last.asked_again) == (None, False)
 
 
-def test_of_identical_requests_the_last_before_its_answer_was_answered() -> None:
+def test_last_identical_request_was_answered() -> None:
+    """Of identical requests, the last one before its answer was answered."""
     one, two = ask(user()), ask(user(), said("a"), user("more"))
     ended = found(one, one, one, two)
     assert [each.asked_again for each in ended] == [True, True, False, False]
     assert [each.answer is not None for each in ended] == [False, False, True, False]
 
 
-def test_a_conversation_that_begins_again_has_an_answer_of_its_own() -> None:
+def test_restarted_conversation_has_own_answer() -> None:
+    """A conversation that begins again has an answer of its own."""
     one = ask(user())
     assert texts(one, ask(user(), said("a"), user("x")), one, ask(user(), said("b"), user("x"))) == [
         "a",
@@ -45,7 +48,8 @@ def test_a_conversation_that_begins_again_has_an_answer_of_its_own() -> None:
     assert again[2].answer is None
 
 
-def test_interleaved_conversations_do_not_answer_one_another() -> None:
+def test_interleaved_conversations_answer_apart() -> None:
+    """Interleaved conversations do not answer one another."""
     main, other = [user("main")], [user("other")]
     assert texts(ask(*main), ask(*other), ask(*other, said("o"), user()), ask(*main, said("m"), user())) == [
         "m",
@@ -55,14 +59,16 @@ def test_interleaved_conversations_do_not_answer_one_another() -> None:
     ]
 
 
-def test_a_last_user_message_may_be_taken_out_again() -> None:
+def test_last_user_message_may_vanish() -> None:
+    """A last user message may be taken out again."""
     one = ask(system(), user("task"), user("volatile one"))
     two = ask(system(), user("task"), CALL, told("c1", "done"), user("volatile two"))
     three = ask(system(), user("task"), CALL, told("c1", "done"), said("end"), user("next"))
     assert texts(one, two, three) == ["look", "end", None]
 
 
-def test_a_last_user_message_may_come_back_with_other_words() -> None:
+def test_last_user_message_may_change() -> None:
+    """A last user message may come back with other words."""
     one = ask(system(), user("task\nvolatile one"))
     shown = ask(system(), user("task"), CALL, told("c1", "done"), user("volatile"))
     assert texts(one, shown) == ["look", None]
@@ -74,11 +80,12 @@ def test_a_last_user_message_may_come_back_with_other_words() -> None:
     )
 
 
-def test_an_answer_may_go_on_an_assistant_message() -> None:
+def test_answer_may_extend_assistant_message() -> None:
+    """An answer may go on an assistant message."""
     one, two = ask(user(), said("begun")), ask(user(), said("begun and ended"), user("more"))
     assert texts(one, two) == [" and ended", None]
 
 
-def test_a_failed_response_was_no_answer() -> None:
+def test_failed_response_is_no_answer() -> None:
     one = ask(user())
     assert [each.asked_again for each in found(one, failed=(0,))] == [True]

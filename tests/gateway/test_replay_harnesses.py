@@ -67,7 +67,7 @@ def kinds(lines: Sequence[Line]) -> Counter[str | None]:
 @pytest.mark.parametrize(
     "harness", sorted({file.stem.rpartition("_")[0] for file in FOLDER.glob("*_1.json")})
 )
-def test_what_was_recorded_of_a_harness_is_one_lineage(harness: str) -> None:
+def test_recorded_harness_is_one_lineage(harness: str) -> None:
     lines = played(
         [
             {"method": "POST"} | json.loads(file.read_text())
@@ -82,7 +82,7 @@ def test_what_was_recorded_of_a_harness_is_one_lineage(harness: str) -> None:
 
 
 @pytest.mark.parametrize("spell", CLIENTS.values(), ids=CLIENTS)
-def test_an_undisturbed_session_is_one_lineage(dialect: Dialect, spell: object) -> None:
+def test_undisturbed_session_is_one_lineage(dialect: Dialect, spell: object) -> None:
     lines = played(linear(spell(dialect)))  # type: ignore[operator]
     assert kinds(lines) == {"root": 1, "extend": 23}
     assert [line.parent for line in lines] == [None, *(str(number) for number in range(23))]
@@ -91,26 +91,28 @@ def test_an_undisturbed_session_is_one_lineage(dialect: Dialect, spell: object) 
     assert sum(line.new_tokens or 0 for line in lines) <= (lines[-1].prompt_tokens or 0)
 
 
-def test_retries_stay_in_their_place(client: Client) -> None:
+def test_retries_keep_their_place(client: Client) -> None:
     lines = played(with_retries(client))
     assert kinds(lines) == {"root": 1, "extend": 23, "retry": 10}
     assert total(lines).lineages == 1
 
 
-def test_a_volatile_last_message_costs_tokens_but_no_lineage(client: Client) -> None:
+def test_volatile_message_costs_no_lineage(client: Client) -> None:
+    """A volatile last message costs tokens but no lineage."""
     lines = played(volatile(client))
     assert kinds(lines) == {"root": 1, "branch": 23}
     assert {line.reason for line in lines[1:]} == {"volatile"}
     assert (total(lines).lineages, total(lines).main_lineages) == (1, 1)
 
 
-def test_a_last_message_that_comes_back_with_other_words_costs_no_lineage(client: Client) -> None:
+def test_reworded_last_message_costs_no_lineage(client: Client) -> None:
+    """A last message that comes back with other words costs no lineage."""
     lines = played(volatile_end(client))
     assert kinds(lines) == {"root": 1, "branch": 2, "extend": len(lines) - 3}
     assert total(lines).lineages == 1
 
 
-def test_a_volatile_message_is_retried_like_any_other(client: Client) -> None:
+def test_volatile_message_is_retried_too(client: Client) -> None:
     asked = volatile(client, 6)
     lines = played([asked[0], asked[0], *asked[1:4], asked[3], *asked[4:]])
     assert kinds(lines) == {"root": 1, "branch": 5, "retry": 2}
@@ -122,20 +124,22 @@ def test_probes_are_no_turns(client: Client) -> None:
     assert kinds(lines) == {None: 8, "root": 1, "extend": 3}
 
 
-def test_a_title_before_the_conversation_is_a_side_call(client: Client) -> None:
+def test_early_title_is_side_call(client: Client) -> None:
+    """A title before the conversation is a side call."""
     lines = played(titled_session(client))
     assert [line.role for line in lines] == ["auxiliary", *["main"] * 24]
     assert total(lines).main_lineages == 1
 
 
-def test_a_compaction_starts_a_lineage_and_the_call_for_it_is_a_side_call(client: Client) -> None:
+def test_compaction_starts_new_lineage(client: Client) -> None:
+    """A compaction starts a lineage, and the call for it is a side call."""
     lines = played(compacted(client))
     assert kinds(lines) == {"root": 3, "extend": 14}
     assert [line.role for line in lines] == [*["main"] * 8, "compaction", *["main"] * 8]
     assert total(lines).main_lineages == 2
 
 
-def test_unmarked_subagents_are_known_by_their_task(client: Client) -> None:
+def test_unmarked_subagents_known_by_task(client: Client) -> None:
     lines = played(delegating_session(client))
     assert kinds(lines) == {"root": 3, "extend": len(lines) - 3}
     assert Counter((line.lineage, line.role) for line in lines) == {
@@ -145,7 +149,7 @@ def test_unmarked_subagents_are_known_by_their_task(client: Client) -> None:
     }
 
 
-def test_marked_subagents_are_known_by_their_headers() -> None:
+def test_marked_subagents_known_by_headers() -> None:
     client = Client(dialect="anthropic", headers={"X-Claude-Code-Session-Id": "s"})
     lines = played(
         delegating_session(
@@ -159,7 +163,8 @@ def test_marked_subagents_are_known_by_their_headers() -> None:
     }
 
 
-def test_half_an_answer_that_is_kept_goes_on(client: Client) -> None:
+def test_partial_answer_kept_is_extended(client: Client) -> None:
+    """A partial answer that the client keeps is extended."""
     lines = played(resumed(client))
     assert total(lines).lineages == 1
     assert kinds(lines) == {"root": 1, "extend": 5}

@@ -48,7 +48,7 @@ def read(said: Any, response: bytes | None = None) -> RecordedRequest:
         },
     ],
 )
-def test_every_spelling_says_the_same(said: Any) -> None:
+def test_every_spelling_reads_the_same(said: Any) -> None:
     found = read(said)
     assert found.error is None
     assert found.provider == "openai_chat"
@@ -71,7 +71,8 @@ def test_every_spelling_says_the_same(said: Any) -> None:
         },
     ],
 )
-def test_what_asks_the_model_nothing_is_no_error(said: Any) -> None:
+def test_request_without_model_is_no_error(said: Any) -> None:
+    """A request that asks the model nothing is no error."""
     found = read(said)
     assert (found.request, found.error) == (None, None)
 
@@ -79,7 +80,7 @@ def test_what_asks_the_model_nothing_is_no_error(said: Any) -> None:
 @pytest.mark.parametrize(
     "said", [[], "x", {"headers": []}, {"target": TARGET}, {"target": TARGET, "body": {"model": "m"}}]
 )
-def test_what_can_not_be_read_says_so(said: Any) -> None:
+def test_unreadable_recording_says_so(said: Any) -> None:
     assert read(said).error
 
 
@@ -93,7 +94,8 @@ def test_what_can_not_be_read_says_so(said: Any) -> None:
         (b"data: {}\n", False),
     ],
 )
-def test_a_response_may_tell_that_there_was_no_answer(response: bytes | None, failed: bool) -> None:
+def test_failed_response_is_recognised(response: bytes | None, failed: bool) -> None:
+    """A response may tell that there was no answer."""
     assert read({"target": TARGET, "body": BODY}, response).failed is failed
 
 

@@ -37,7 +37,8 @@ def said(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def test_a_history_that_is_appended_to_is_one_lineage_and_only_what_is_new_is_rendered() -> None:
+def test_appended_history_is_one_lineage() -> None:
+    """An appended history is one lineage, and only new messages are rendered."""
     one, two = played(ask(HELLO), ask(HELLO, said("  hi  "), HELLO))
     assert (one.kind, one.parent, one.lineage, one.reason, one.role) == ("root", None, 0, "first", "main")
     assert (two.kind, two.parent, two.lineage, two.reason, two.role) == ("extend", "1", 0, "appended", "main")
@@ -46,7 +47,8 @@ def test_a_history_that_is_appended_to_is_one_lineage_and_only_what_is_new_is_re
     assert 0 < two.new_tokens < 20
 
 
-def test_a_prompt_has_the_tokens_of_the_whole_conversation() -> None:
+def test_prompt_has_whole_conversation_tokens() -> None:
+    """A prompt has the tokens of the whole conversation."""
     bodies = ask(HELLO), ask(HELLO, said("hi"), HELLO)
     assert played(*bodies)[1].prompt_tokens == len(model().template.root(_conversation(bodies[1])))
 
@@ -57,28 +59,30 @@ def _conversation(body: dict[str, Any]) -> Any:
     return request.conversation
 
 
-def test_the_same_body_again_is_a_retry_in_its_place() -> None:
+def test_same_body_again_is_retry() -> None:
+    """The same body again is a retry in its place."""
     first, again, then = played(ask(HELLO), ask(HELLO), ask(HELLO, said("hi"), HELLO))
     assert (first.kind, again.kind, then.kind) == ("root", "retry", "extend")
     assert {first.lineage, again.lineage, then.lineage} == {0}
     assert then.parent == again.file
 
 
-def test_a_title_that_comes_first_is_a_side_call() -> None:
+def test_title_first_is_side_call() -> None:
     asks = {"role": "system", "content": "You are a title generator. You output ONLY a thread title."}
     title, main = played(ask(asks, HELLO, tools=False), ask(HELLO))
     assert (title.role, main.role) == ("auxiliary", "main")
     assert total([title, main]).main_lineages == 1
 
 
-def test_totals_add_up() -> None:
+def test_session_totals_add_up() -> None:
     once = total(played(ask(HELLO), ask(HELLO, said("hi"), HELLO)))
     both = added([once, once])
     assert (both.requests, both.turns, both.lineages, both.new_tokens) == (4, 4, 2, 2 * once.new_tokens)
     assert added([]).requests == 0
 
 
-def test_a_request_that_can_not_be_planned_does_not_end_the_others() -> None:
+def test_unplannable_request_ends_no_others() -> None:
+    """A request that cannot be planned does not end the others."""
     deep: dict[str, Any] = {}
     for _ in range(150):
         deep = {"a": deep}

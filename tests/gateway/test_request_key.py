@@ -45,11 +45,11 @@ def key(request: ModelRequest) -> str:
         {"hints": {"session": "2"}},
     ],
 )
-def test_delivery_is_no_difference(changes: dict[str, Any]) -> None:
+def test_delivery_fields_keep_the_key(changes: dict[str, Any]) -> None:
     assert key(evolve(ASKED, **changes)) == key(ASKED)
 
 
-def test_what_is_asked_is_a_difference() -> None:
+def test_asked_content_is_a_difference() -> None:
     said = ASKED.conversation
     others = [
         evolve(ASKED, conversation=evolve(said, **changes))
@@ -84,7 +84,7 @@ def test_what_is_asked_is_a_difference() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_limit_that_a_fallback_lowers() -> None:
+def test_lowered_fallback_limit_keeps_key() -> None:
     limits = (64_000, 128_000, 63_999)
     first, second, third = (key(evolve(ASKED, sampling=Sampling(max_tokens=limit))) for limit in limits)
     assert first == second != third

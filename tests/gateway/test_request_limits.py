@@ -28,7 +28,8 @@ def said(*messages: Message, tools: tuple[Tool, ...] = ()) -> Conversation:
     return Conversation(messages=messages, tools=tools)
 
 
-def test_a_body_has_room_for_its_context_and_for_images() -> None:
+def test_body_fits_context_and_images() -> None:
+    """A body has room for its context and for images."""
     assert LIMITS.body_bytes == 16_000 + MAX_IMAGES_BYTES
     assert RequestLimits(10_000_000).body_bytes == BODY_BYTES
 
@@ -47,13 +48,15 @@ def test_a_body_has_room_for_its_context_and_for_images() -> None:
         ),
     ],
 )
-def test_what_no_prompt_of_the_context_holds_is_too_long(long: Conversation) -> None:
+def test_over_context_is_too_long(long: Conversation) -> None:
+    """A request longer than any prompt of the context is too long."""
     with pytest.raises(ContextTooLong) as refused:
         LIMITS.check_conversation(long, body_bytes=10 * len(LONG))
     assert refused.value.prompt_tokens > refused.value.limit == 1000
 
 
-def test_a_request_of_the_usual_size_is_not_looked_at() -> None:
+def test_usual_size_is_not_inspected() -> None:
+    """A request of the usual size is not looked at."""
     LIMITS.check_conversation(None, body_bytes=CHARS_PER_TOKEN * 1000)  # type: ignore[arg-type]
     LIMITS.check_conversation(said(Message(role="user", text=LONG[1:])), body_bytes=10 * len(LONG))
     LIMITS.check_body(b'{"messages":[]}')
@@ -61,21 +64,23 @@ def test_a_request_of_the_usual_size_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("part", [b'"a",', b"{},", b"1,", b"[", b'"":"",'])
-def test_a_body_of_a_million_parts_is_not_parsed(part: bytes) -> None:
+def test_million_part_body_is_not_parsed(part: bytes) -> None:
+    """A body of a million parts is not parsed."""
     with pytest.raises(ContextTooLong):
         LIMITS.check_body(part * (MARKS + 1))
 
 
-def test_a_longer_context_has_room_for_more_parts() -> None:
+def test_longer_context_allows_more_parts() -> None:
     RequestLimits(MARKS).check_body(b"[" * (MARKS + 1))
 
 
-def test_what_is_not_parsed_is_recorded_as_text() -> None:
+def test_unparsed_body_is_recorded_as_text() -> None:
     body = b"[" + b"1," * MARKS + b"1,1]"
     assert json.loads(recorded("POST", "/v1/chat/completions", [], body))["body"] == body.decode()
 
 
-def test_a_constraint_that_compiles_for_ever_is_refused() -> None:
+def test_endlessly_compiling_constraint_is_refused() -> None:
+    """A constraint that compiles for ever is refused."""
     members = {f"p{number}": {"type": "string"} for number in range(MAX_CONSTRAINT_MEMBERS + 1)}
     for kind, text in (
         ("regex", "a" * (MAX_CONSTRAINT_CHARS + 1)),
@@ -120,5 +125,5 @@ def test_repetitions_are_bounded(kind: str, text: str, sentence: str) -> None:
         ("json_schema", json.dumps({"properties": {"pattern": {"pattern": "^[a-z]{1,20}$"}}})),
     ],
 )
-def test_literals_are_no_repetitions(kind: str, text: str) -> None:
+def test_literals_are_not_repetitions(kind: str, text: str) -> None:
     check_constraint(Constraint(kind=kind, text=text))  # type: ignore[arg-type]

@@ -109,9 +109,7 @@ def marked(path: str, history: History) -> History:
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
-async def test_the_prompt_of_a_resumed_request_is_the_recorded_one(
-    autojump_clock: trio.testing.MockClock, path: str
-) -> None:
+async def test_resumed_prompt_is_the_recorded_one(autojump_clock: trio.testing.MockClock, path: str) -> None:
     found = await forked(path)
     recorded = prompts(found.engine.orders)[TURN]
     history = marked(path, found.histories[TURN])
@@ -129,7 +127,7 @@ async def test_the_prompt_of_a_resumed_request_is_the_recorded_one(
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
-async def test_resumed_twice_at_one_turn(autojump_clock: trio.testing.MockClock, path: str) -> None:
+async def test_two_markers_at_one_turn(autojump_clock: trio.testing.MockClock, path: str) -> None:
     found = await forked(path)
     assert (await found.ask(marked(path, marked(path, found.histories[TURN])))).status == 200
     assert prompts(found.engine.orders)[-1] == prompts(found.engine.orders)[TURN]
@@ -138,9 +136,8 @@ async def test_resumed_twice_at_one_turn(autojump_clock: trio.testing.MockClock,
 
 
 @pytest.mark.parametrize("path", [MESSAGES, GEMINI])
-async def test_a_marker_in_the_message_of_a_result_goes_alone(
-    autojump_clock: trio.testing.MockClock, path: str
-) -> None:
+async def test_marker_beside_result_goes_alone(autojump_clock: trio.testing.MockClock, path: str) -> None:
+    """A marker in the message of a result is taken out alone."""
     found = await forked(path)
     history = json.loads(json.dumps(found.histories[TURN]))
     history[-1]["parts" if path == GEMINI else "content"] += next(
@@ -151,9 +148,10 @@ async def test_a_marker_in_the_message_of_a_result_goes_alone(
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
-async def test_another_request_is_refused_with_the_first_difference_and_nothing_is_sampled(
+async def test_different_request_refused_without_sampling(
     autojump_clock: trio.testing.MockClock, path: str
 ) -> None:
+    """Another request is refused with the first difference, and nothing is sampled."""
     found = await forked(path)
     changed = json.loads(json.dumps(found.histories[TURN]).replace("line 0", "line 7"))
     before = len(found.engine.orders)
@@ -174,7 +172,7 @@ async def test_another_request_is_refused_with_the_first_difference_and_nothing_
     assert (fault.boundary, "turn 2 of session s1 cannot be forked" in str(fault)) == ("fork", True)
 
 
-async def test_other_tools_are_another_request(autojump_clock: trio.testing.MockClock) -> None:
+async def test_other_tools_are_refused(autojump_clock: trio.testing.MockClock) -> None:
     found = await forked(CHAT)
     tool = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
     refused = await found.ask(marked(CHAT, found.histories[TURN]), tools=[tool])
@@ -182,14 +180,16 @@ async def test_other_tools_are_another_request(autojump_clock: trio.testing.Mock
     assert "in head, after" in json.loads(refused.body)["error"]["message"]
 
 
-async def test_without_its_marker_a_session_keeps_every_word(autojump_clock: trio.testing.MockClock) -> None:
+async def test_session_without_marker_is_unchanged(autojump_clock: trio.testing.MockClock) -> None:
+    """Without its marker a session keeps every word."""
     found = await forked(CHAT)
     history = marked(CHAT, found.histories[TURN])
     assert (await found.asker.ask(history, "key-s1")).status == 200
     assert found.asker.here.s1.lineages.turns[-1].messages == len(history)
 
 
-async def test_a_harness_that_never_asks_again_is_no_fork(autojump_clock: trio.testing.MockClock) -> None:
+async def test_side_call_alone_is_no_fork(autojump_clock: trio.testing.MockClock) -> None:
+    """A harness that never asks again is no fork."""
     found = await forked(CHAT)
     # OpenCode asks for a title of the marker: a call beside the conversation, which has no other user
     title = "You are a title generator. You output ONLY a thread title."

@@ -30,7 +30,7 @@ def taken(session: Retries, name: str) -> UndeliveredResponse | CutCall | None:
         return attempt.take_over()
 
 
-def test_a_response_is_undelivered_until_it_is_delivered() -> None:
+def test_response_undelivered_until_delivered() -> None:
     session = Retries()
     assert taken(session, "body") is None
     left(session, "body", CutCall(3))
@@ -45,7 +45,7 @@ def test_a_response_is_undelivered_until_it_is_delivered() -> None:
     assert (taken(session, "body"), taken(session, "other")) == (None, whole())
 
 
-def test_a_response_belongs_to_one_attempt_at_a_time() -> None:
+def test_response_has_one_attempt_at_once() -> None:
     """A client that samples the same body in parallel gets a sample for each, never one answer twice."""
     session = Retries()
     with session.attempt("body") as first, session.attempt("body") as second:
@@ -57,14 +57,16 @@ def test_a_response_belongs_to_one_attempt_at_a_time() -> None:
         assert (third.take_over(), fourth.take_over()) == (whole("first"), None)
 
 
-def test_it_is_sent_again_under_its_names_to_the_request_that_comes_again() -> None:
+def test_resent_response_takes_new_request() -> None:
+    """A response is sent again under its own names to the request that comes again."""
     again = a_call(stream=True)
     assert whole().call(again.request) == again
 
 
-def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
+def test_undelivered_responses_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Undelivered responses are bounded, and the oldest is forgotten."""
     monkeypatch.setattr(live_sessions, "MAX_UNDELIVERED", 2)
     session = Retries()
     for name in ("a", "b", "a", "c"):
@@ -72,9 +74,10 @@ def test_undelivered_responses_are_bounded_and_the_oldest_is_forgotten(
     assert list(session._undelivered) == ["a", "c"]
 
 
-async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
+async def test_body_waits_only_for_twins(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """A body waits for its earlier twins and for nobody else."""
     session = Retries()
     waited: list[float] = []
 
@@ -96,7 +99,7 @@ async def test_a_body_waits_for_its_earlier_twins_and_for_nobody_else(
     assert session._in_progress == {}
 
 
-async def test_a_call_that_fails_ends_for_its_twins_too() -> None:
+async def test_failed_call_ends_for_twins() -> None:
     session = Retries()
     with pytest.raises(RuntimeError, match="bug"), session.attempt("body"):
         raise RuntimeError("bug")

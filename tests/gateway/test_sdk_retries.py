@@ -125,7 +125,8 @@ def held(here: Stage) -> None:
 
 
 @pytest.mark.parametrize("name", IMPATIENT)
-async def test_a_client_that_times_out_and_asks_again_gets_the_answer_that_was_begun(name: str) -> None:
+async def test_timed_out_client_gets_begun_answer(name: str) -> None:
+    """A client that times out and asks again gets the answer that was begun."""
     engine = HandEngine()
     here = stage(engine)
 
@@ -147,7 +148,8 @@ async def test_a_client_that_times_out_and_asks_again_gets_the_answer_that_was_b
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_a_stream_that_was_left_goes_on_for_the_next_of_the_same(name: str) -> None:
+async def test_abandoned_stream_resumes_for_retry(name: str) -> None:
+    """A stream that a client left resumes for its next identical request."""
     engine = HandEngine()
     here = stage(engine)
 
@@ -172,7 +174,8 @@ async def test_a_stream_that_was_left_goes_on_for_the_next_of_the_same(name: str
 
 @pytest.mark.parametrize("name", CLIENTS)
 @pytest.mark.parametrize("ending", ["error", "abort"])
-async def test_a_generation_that_never_began_is_asked_for_again(name: str, ending: str) -> None:
+async def test_unstarted_generation_is_asked_again(name: str, ending: str) -> None:
+    """A generation that never began is asked for again."""
     engine = HandEngine()
     here = stage(engine)
     if ending == "error":
@@ -188,7 +191,8 @@ async def test_a_generation_that_never_began_is_asked_for_again(name: str, endin
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_asking_the_same_again_after_an_answer_is_a_new_sample(name: str) -> None:
+async def test_same_question_after_answer_is_new(name: str) -> None:
+    """Asking the same again after an answer is a new sample."""
     engine = HandEngine()
     here = stage(engine)
     texts = []

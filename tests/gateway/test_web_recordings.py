@@ -22,7 +22,8 @@ KEYED = [(b"Authorization", b"Bearer sk-1"), (b"x-goog-api-key", b"sk-2"), (b"x-
 @pytest.mark.parametrize(
     "target", ["/v1/chat/completions", "/sessions/sk-1/v1/chat/completions", "/v1/chat/completions?key=sk-3"]
 )
-def test_a_request_is_kept_as_it_came_but_for_its_keys(target: str) -> None:
+def test_request_kept_without_its_keys(target: str) -> None:
+    """A request is kept as it came, but for its keys."""
     content = recorded("POST", target, KEYED, BODY)
     said = json.loads(content)
     assert (said["method"], said["body"]) == ("POST", json.loads(BODY))
@@ -36,12 +37,14 @@ def test_a_request_is_kept_as_it_came_but_for_its_keys(target: str) -> None:
     assert b"sk-" not in content
 
 
-def test_what_is_no_json_is_kept_as_text_and_no_body_as_none() -> None:
+def test_non_json_body_kept_as_text() -> None:
+    """A body that is no JSON is kept as text, and an absent one as none."""
     assert json.loads(recorded("POST", "/v1/messages", [], b"\xff{"))["body"] == "\ufffd{"
     assert json.loads(recorded("GET", "/v1/models", [], b""))["body"] is None
 
 
-async def test_sessions_have_folders_and_requests_numbers_and_replay_reads_them(tmp_path: Path) -> None:
+async def test_replay_reads_numbered_requests(tmp_path: Path) -> None:
+    """Sessions have folders and requests have numbers, and replay reads them."""
     recordings = Recordings(tmp_path)
     for session_id in ("a", "b", "a"):
         await recordings.keep(session_id, "POST", "/v1/chat/completions", KEYED, BODY)
@@ -52,15 +55,15 @@ async def test_sessions_have_folders_and_requests_numbers_and_replay_reads_them(
     assert read.request.conversation.messages[0].text == "hé"
 
 
-async def test_what_can_not_be_written_is_logged_and_ends_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_failed_write_is_only_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A write that fails is logged and ends nothing."""
     (tmp_path / "a").touch()
     await Recordings(tmp_path).keep("a", "GET", "/v1/models", [], b"")
     assert "was not recorded" in caplog.text
 
 
-async def test_the_plane_keeps_what_comes_through_a_door_probes_too(tmp_path: Path) -> None:
+async def test_plane_records_requests_and_probes(tmp_path: Path) -> None:
+    """The plane records requests at a session's door, probes too."""
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
@@ -81,7 +84,8 @@ async def test_the_plane_keeps_what_comes_through_a_door_probes_too(tmp_path: Pa
 
 
 @pytest.mark.parametrize("sent", [BODY, STREAMED])
-async def test_what_a_socket_gets_is_what_is_kept(tmp_path: Path, sent: bytes) -> None:
+async def test_socket_bytes_are_the_recorded(tmp_path: Path, sent: bytes) -> None:
+    """The recorded response is the bytes that the socket got."""
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
@@ -95,7 +99,7 @@ async def test_what_a_socket_gets_is_what_is_kept(tmp_path: Path, sent: bytes) -
     assert f"x-request-id: {answer.headers['x-request-id']}".encode() in head
 
 
-async def test_what_was_sent_of_a_cut_stream_is_kept(tmp_path: Path) -> None:
+async def test_cut_stream_keeps_sent_bytes(tmp_path: Path) -> None:
     engine = HandEngine()
     here = stage(engine)
     here.plane.recordings = Recordings(tmp_path)
@@ -117,7 +121,8 @@ async def test_what_was_sent_of_a_cut_stream_is_kept(tmp_path: Path) -> None:
     assert not read.failed
 
 
-async def test_a_refusal_is_read_back_as_a_request_without_an_answer(tmp_path: Path) -> None:
+async def test_refusal_reads_back_without_answer(tmp_path: Path) -> None:
+    """A refusal is read back as a request without an answer."""
     here = stage(HandEngine())
     here.plane.recordings = Recordings(tmp_path)
     await AsgiClient().request(here.app, "/v1/chat/completions", b'{"messages": 7}')

@@ -22,7 +22,8 @@ def session(*logprobs: float) -> Trajectory:
 SIX = session(-0.1, -0.2, -0.9, -0.1, -0.9, -0.3)
 
 
-def test_so_many_sessions_and_their_forks_are_the_samples_of_a_group() -> None:
+def test_group_samples_include_forks() -> None:
+    """The samples of a group are some sessions and the forks of each."""
     policy = ForkPolicy(per_session=2)
     spec = TaskSpec(instruction="do it", harness=HarnessSpec(), num_samples=6, group=GroupSpec(fork=policy))
     assert policy.roots(6) == 2
@@ -48,23 +49,24 @@ def test_so_many_sessions_and_their_forks_are_the_samples_of_a_group() -> None:
         (ForkPolicy(at="entropy", per_session=6), (1, 2, 2, 3, 4, 5)),
     ],
 )
-def test_the_turns_of_a_session(policy: ForkPolicy, turns: tuple[int, ...]) -> None:
+def test_policy_chooses_fork_turns(policy: ForkPolicy, turns: tuple[int, ...]) -> None:
     assert fork_turns(policy, SIX.turns) == turns
 
 
-def test_only_states_with_a_snapshot_are_chosen_where_forks_are_resumed() -> None:
+def test_resumed_forks_need_a_snapshot() -> None:
+    """Only states with a snapshot are chosen where forks are resumed."""
     assert fork_turns(ForkPolicy(at="entropy", per_session=2), SIX.turns, {1, 3, 5}) == (1, 5)
     assert fork_turns(ForkPolicy(at="even", per_session=2), SIX.turns, {2, 5}) == (2, 5)
     assert fork_turns(ForkPolicy(at=(2, 3), per_session=2), SIX.turns, {3}) == (3, 3)
     assert fork_turns(ForkPolicy(at="even", per_session=2), SIX.turns, {0, 9}) == ()
 
 
-def test_a_session_of_one_turn_is_not_forked() -> None:
+def test_single_turn_session_not_forked() -> None:
     for rule in ("even", "entropy"):
         assert fork_turns(ForkPolicy(at=rule, per_session=2), session(-1.0).turns) == ()
 
 
-def test_turns_of_sub_agents_and_cut_ones_are_no_states_to_fork() -> None:
+def test_subagent_and_cut_turns_not_forked() -> None:
     root = make_turn(0, None, [1], [2])
     cut, other = make_turn(1, root, [1], [2], state="partial"), make_turn(2, None, [1], [2], role="subagent")
     last = make_turn(3, root, [1], [2], logprobs=[-2.0])

@@ -84,7 +84,7 @@ def group(*members: SessionFacts, **spec: Any) -> Group:
         (facts(trainable=0), "no trainable token"),
     ],
 )
-def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: SessionFacts, why: str | None) -> None:
+def test_usable_session_needs_reward_and_token(one: SessionFacts, why: str | None) -> None:
     member = make_member(GroupSpec(), one)
     assert (member.usable, member.why) == (why is None, why)
     assert (member.status, member.reward, member.staleness) == (one.outcome.status, one.reward, one.staleness)
@@ -102,9 +102,10 @@ def test_what_makes_a_session_usable_is_a_reward_and_a_token(one: SessionFacts, 
         (0, "drop", None, True, False),
     ],
 )
-def test_a_session_too_far_behind_is_dropped_or_marked(
+def test_session_over_staleness_limit(
     most: int | None, stale: Any, behind: int | None, usable: bool, is_stale: bool
 ) -> None:
+    """A session too far behind is dropped or marked."""
     member = make_member(GroupSpec(max_staleness=most, stale=stale), facts(behind=behind))
     assert (member.usable, member.stale) == (usable, is_stale)
     assert member.why == (None if usable else f"stale: {behind} weight updates behind, {most} are allowed")
@@ -113,7 +114,8 @@ def test_a_session_too_far_behind_is_dropped_or_marked(
 # ── a group ───────────────────────────────────────────────────────────────────
 
 
-def test_a_group_is_complete_partial_early_or_dropped() -> None:
+def test_group_states_from_usable_members() -> None:
+    """A group is complete, partial, early or dropped."""
     lost, early, scored = (
         facts(outcome=LOST, reward=None),
         facts(outcome=EARLY, reward=None),
@@ -138,7 +140,7 @@ def test_a_group_is_complete_partial_early_or_dropped() -> None:
     assert group(lost).state == "dropped", "without a usable session there is no group"
 
 
-def test_a_group_of_equal_rewards_is_dropped_where_it_is_asked_for() -> None:
+def test_equal_rewards_drop_group_on_request() -> None:
     equal = (facts(reward=0.25), facts(reward=0.25), facts(outcome=LOST, reward=None))
     assert group(*equal).state == "partial"
     dropped = group(*equal, drop_uniform_reward=True)
@@ -150,7 +152,7 @@ def test_a_group_of_equal_rewards_is_dropped_where_it_is_asked_for() -> None:
     assert group(facts(), drop_uniform_reward=True).state == "dropped", "one alone is compared with nobody"
 
 
-def test_members_stand_in_the_order_of_their_places() -> None:
+def test_members_keep_their_places_order() -> None:
     found = judged(GroupSpec(), [facts(2), facts(0), facts(1)], task_id="t", group_id="g")
     assert [member.sample_index for member in found.members] == [0, 1, 2]
 
@@ -183,14 +185,15 @@ def sampled_by(*versions: str) -> Trajectory:
         (("", "v1"), ("", "v1"), None),  # weights that nobody named may be of any age
     ],
 )
-def test_staleness_is_the_updates_since_the_oldest_token(
+def test_staleness_counts_updates_since_oldest(
     versions: tuple[str, ...], history: tuple[str, ...], behind: int | None
 ) -> None:
+    """Staleness is the updates since the oldest token."""
     assert updates_behind(sampled_by(*versions), history) == behind
     assert stamp_staleness(sampled_by(*versions), history).staleness == behind
 
 
-def test_an_update_inside_a_turn_counts_its_older_half() -> None:
+def test_update_inside_turn_counts_older_half() -> None:
     (turn,) = sampled_by("v1").turns
     halves = (VersionSpan(version="v1", start=0, end=1), VersionSpan(version="v2", start=1, end=3))
     assert (
@@ -207,7 +210,7 @@ def test_an_update_inside_a_turn_counts_its_older_half() -> None:
 # ── the event, and back ───────────────────────────────────────────────────────
 
 
-def test_a_group_is_read_as_it_was_written() -> None:
+def test_written_group_reads_back() -> None:
     written = group(
         facts(),
         facts(outcome=LOST, reward=None, behind=None),
@@ -221,7 +224,7 @@ def test_a_group_is_read_as_it_was_written() -> None:
     assert isinstance(read_group(body), Group)
 
 
-def test_a_group_holds_the_trajectories_of_its_members_in_their_order() -> None:
+def test_group_holds_trajectories_in_order() -> None:
     mine = [make_trajectory(f"s{index}", sample_index=index) for index in range(3)]
     body = group_json(
         judged(
@@ -237,7 +240,8 @@ def test_a_group_holds_the_trajectories_of_its_members_in_their_order() -> None:
     assert read_group(body | {"state": "dropped"}, mine).usable == ()
 
 
-def test_events_of_older_journals_are_judged_by_what_they_say() -> None:
+def test_older_journal_events_are_judged() -> None:
+    """Events of older journals are judged by what they say."""
     sessions: list[Json] = [
         {"session_id": "a", "sample_index": 0, "status": "completed", "reward": 1.0},
         {"session_id": "b", "sample_index": 1, "status": "interrupted", "reward": None},
@@ -249,7 +253,7 @@ def test_events_of_older_journals_are_judged_by_what_they_say() -> None:
     )
 
 
-def test_what_is_no_group_is_refused_with_its_path() -> None:
+def test_malformed_group_refused_with_path() -> None:
     with pytest.raises(Refused, match=r"sessions\[0\].status") as caught:
         read_group(
             {
@@ -318,7 +322,7 @@ def later(name: str, reward: float | None, n: int = 1, **more: Any) -> RewardEve
     return RewardEvent(session_id=name, task_id="t", group_id="g", n=n, reward=reward, **more)
 
 
-def test_the_last_later_reward_counts_as_if_it_had_been_the_first() -> None:
+def test_last_late_reward_replaces_first() -> None:
     """A judge was down for one session, and scored the other by a test that was wrong."""
     down = evolve(make_trajectory("s0", reward=None), outcome=Outcome(status="error", boundary="evaluator"))
     whole = [down, make_trajectory("s1", sample_index=1, reward=1.0), make_trajectory("s2", sample_index=2)]
@@ -347,7 +351,7 @@ def test_the_last_later_reward_counts_as_if_it_had_been_the_first() -> None:
     assert undone.trajectories[1].traces[0].turn_spans[0].reward is None, "the last reward is all of it"
 
 
-def test_a_session_that_the_machine_lost_stays_lost() -> None:
+def test_lost_session_stays_lost() -> None:
     lost = evolve(make_trajectory("s0", reward=None), outcome=LOST)
     before = judged(GroupSpec(), [facts_of(lost)], task_id="t", group_id="g")
     assert with_rewards(before.holding([lost]), [later("s0", 1.0)]).usable == ()
@@ -363,7 +367,7 @@ def ended(*sessions: Trajectory, **spec: Any) -> Group:
     return whole.holding(known)
 
 
-def test_a_slow_readers_group_is_stale() -> None:
+def test_slow_readers_group_is_stale() -> None:
     """Its oldest trained token is of version 7."""
     whole = ended(one_row(), one_row(sample_index=1), max_staleness=1)
     assert judged_again(whole, [["6", "7", "8"]]) == whole
@@ -375,14 +379,14 @@ def test_a_slow_readers_group_is_stale() -> None:
     assert len(rows_of([whole], served=("7", "8"))) == len(rows_of([whole])) == 2
 
 
-def test_a_stale_group_is_marked_where_its_task_says_so() -> None:
+def test_stale_group_is_marked_on_request() -> None:
     whole = ended(one_row(), session_of_two_rows(sample_index=1), max_staleness=1, stale="mark")
     later = judged_again(whole, [["7", "8", "9", "10"]])
     assert [(each.staleness, each.stale, each.usable) for each in later.members] == [(3, True, True)] * 2
     assert (later.state, len(later.usable)) == ("complete", 2)
 
 
-def test_a_group_is_judged_by_what_its_task_asked() -> None:
+def test_group_judged_by_its_task() -> None:
     """Also where it was read from an event, and by the versions of an adapter. Without a limit, from a journal that
     did not keep it, or with versions that nobody knows, it stays as it is.
     """
@@ -404,7 +408,7 @@ def test_a_group_is_judged_by_what_its_task_asked() -> None:
     assert judged_again(read_group(old, whole.trajectories), [["7", "8", "9"]]).state == "complete"
 
 
-def test_no_member_becomes_fresher() -> None:
+def test_rejudging_never_lowers_staleness() -> None:
     whole = ended(evolve(one_row(), staleness=1), max_staleness=1)
     aged = evolve(whole, members=tuple(evolve(each, staleness=5) for each in whole.members))
     assert judged_again(aged, [["7", "8"]]).members[0].staleness == 5

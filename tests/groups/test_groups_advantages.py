@@ -36,7 +36,7 @@ estimators = st.sampled_from(ESTIMATORS)
 # ── advantages ────────────────────────────────────────────────────────────────
 
 
-def test_the_formulas_in_numbers() -> None:
+def test_advantage_formulas_in_numbers() -> None:
     assert leave_one_out([1.0, 0.0, 0.0, 1.0]) == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
     assert leave_one_out([3.0, 1.0]) == pytest.approx([2.0, -2.0])
     assert group_normalised([1.0, 0.0, 0.0, 1.0], std=False) == (0.5, -0.5, -0.5, 0.5)
@@ -87,7 +87,7 @@ def test_leaving_one_out_compares_with_the_mean_of_the_others(rewards: list[floa
     assert leave_one_out(rewards) == pytest.approx(expected, abs=1e-6)
 
 
-def test_rewards_that_differ_by_rounding_stay_near_zero() -> None:
+def test_rounding_differences_stay_near_zero() -> None:
     assert all(abs(each) < 1e-6 for each in group_normalised([0.1 + 0.2, 0.3, 0.3]))
     assert scales([], "grpo") == ()
 
@@ -253,7 +253,7 @@ def test_the_weights_of_a_batch_are_what_their_loss_says(shapes: list[tuple[floa
         )
 
 
-def test_a_session_of_many_rows_pulls_as_one_of_one_row() -> None:
+def test_session_weight_ignores_row_count() -> None:
     """The peer's broadcast of a reward to a hundred rows of one session weighs that session a hundred
     times.
     """
@@ -262,7 +262,8 @@ def test_a_session_of_many_rows_pulls_as_one_of_one_row() -> None:
     assert pulls["many"][1] == pytest.approx(-pulls["one"][1]) == pytest.approx(0.5)
 
 
-def test_a_teachers_advantage_is_its_logprob_less_the_recorded_one() -> None:
+def test_teacher_advantage_is_logprob_difference() -> None:
+    """A teacher's advantage is its logprob less the recorded one."""
     said = evolve(
         trace(3, prompt=1), logprobs=floats([0, -0.5, -1, -2]), teacher_logprobs=floats([0, -1, -0.5, -2])
     )
@@ -275,7 +276,8 @@ def test_a_teachers_advantage_is_its_logprob_less_the_recorded_one() -> None:
 # ── which rows, and whose reward ──────────────────────────────────────────────
 
 
-def test_only_usable_sessions_of_groups_that_are_not_dropped_have_rows() -> None:
+def test_dropped_and_unusable_have_no_rows() -> None:
+    """Only usable sessions of groups that are not dropped have rows."""
     a, b, c = session("a", 1.0, trace(3), trace(0)), session("b", 0.0, trace(3)), session("c", 0.0, trace(3))
     found = rows_of([group(a, b, c, unusable=("c",)), group(session("d", 1.0, trace(3)), state="dropped")])
     assert [(row.session_id, row.advantage, row.tokens) for row in found] == [
@@ -287,20 +289,23 @@ def test_only_usable_sessions_of_groups_that_are_not_dropped_have_rows() -> None
     assert rows_of([group(a, state="dropped")], loss="fixed_length", length=9) == ()
 
 
-def test_a_member_whose_trajectory_is_not_at_hand_is_compared_with_all_the_same() -> None:
+def test_absent_trajectory_still_counts_in_baseline() -> None:
+    """A member without its trajectory still counts in the baseline."""
     far = Member(session_id="far", sample_index=2, status="completed", reward=0.0, usable=True)
     (row,) = rows_of([group(session("a", 1.0, trace(3)), absent=(far,))])
     assert row.advantage == 1.0
     assert row.weight == pytest.approx(1 / 3)
 
 
-def test_a_row_with_a_reward_of_its_own_is_compared_with_its_sessions_baseline() -> None:
+def test_row_reward_uses_sessions_baseline() -> None:
+    """A row with a reward of its own is compared with its session's baseline."""
     a = session("a", 1.0, trace(2, reward=1.0), trace(2, reward=0.25, lineage=1))
     b = session("b", 0.0, trace(2))
     assert [row.advantage for row in rows_of([group(a, b)])] == [1.0, 0.25, -1.0]
 
 
-def test_rewards_of_turns_are_normalised_over_the_group_and_added_up_to_the_end() -> None:
+def test_turn_rewards_normalise_and_add_up() -> None:
+    """Rewards of turns are normalised over the group and added up to the end."""
     a = session("a", 1.0, trace(1, prompt=1, turns=((0, 1.0), (1, None), (2, 3.0))))
     b = session("b", 0.0, trace(1, prompt=1, turns=((0, 2.0), (1, 2.0))))
     plain, _ = rows_of([group(a, b)])
@@ -317,7 +322,8 @@ def test_rewards_of_turns_are_normalised_over_the_group_and_added_up_to_the_end(
     assert list(scaled.advantages) == pytest.approx([0, 0, 0, 1 / spread, 0, 1 / spread])
 
 
-def test_a_session_without_rewards_of_turns_has_its_own_in_every_token() -> None:
+def test_session_without_turn_rewards() -> None:
+    """A session without rewards of turns has its own in every token."""
     a, b = session("a", 1.0, trace(2, turns=((0, 5.0),))), session("b", 0.0, trace(2))
     found = rows_of([group(a, b)], process=True)
     assert list(found[1].advantages) == [0, 0, -1, -1]
@@ -325,7 +331,7 @@ def test_a_session_without_rewards_of_turns_has_its_own_in_every_token() -> None
 
 
 @pytest.mark.parametrize(("loss", "length"), [("fixed_length", None), ("fixed_length", 0), ("token_mean", 9)])
-def test_a_length_without_its_loss_is_refused(loss: LossMean, length: int | None) -> None:
+def test_length_without_its_loss_is_refused(loss: LossMean, length: int | None) -> None:
     with pytest.raises(Refused, match="length is for fixed_length") as caught:
         rows_of([], loss=loss, length=length)
     assert caught.value.path == "$.length"

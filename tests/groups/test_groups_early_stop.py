@@ -61,7 +61,8 @@ def ends(place: MemoryNode) -> dict[int, str]:
 # ── in a node ─────────────────────────────────────────────────────────────────
 
 
-async def test_siblings_under_way_end_with_what_they_have(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_running_siblings_end_with_turns(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Siblings that run end with the turns that they have."""
     async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0, 50.0)}) as place:
         ids = place.submit(num_samples=4, evaluator="COUNTS", group=wanting(2))
         await place.over()
@@ -78,7 +79,7 @@ async def test_siblings_under_way_end_with_what_they_have(autojump_clock: Clock,
         assert place.scheduler.services.tally.stopped_early == 2
 
 
-async def test_sessions_not_yet_begun_never_start(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_waiting_sessions_never_start(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=1)}, live=1) as place:
         place.submit(num_samples=4, evaluator="COUNTS", group=wanting(1))
         await place.over()
@@ -86,9 +87,8 @@ async def test_sessions_not_yet_begun_never_start(autojump_clock: Clock, tmp_pat
         assert len(place.runtimes.sessions) == 1, "no container was opened for the others"
 
 
-async def test_one_that_waits_to_run_is_stopped_and_one_that_is_judged_is_not(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_ready_sibling_stops_judged_one_finishes(autojump_clock: Clock, tmp_path: Path) -> None:
+    """One that waits to run is stopped, and one that is judged is not."""
     async with town(tmp_path, {"agent": paced(10.0, 11.0)}, run=2) as place:
         place.submit(num_samples=4, evaluator="COUNTS", group=wanting(1))
         await place.over()
@@ -102,7 +102,7 @@ async def test_one_that_waits_to_run_is_stopped_and_one_that_is_judged_is_not(
         )
 
 
-async def test_two_that_end_at_once_both_count(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_two_simultaneous_ends_both_count(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 10.0)}) as place:
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
         await place.over()
@@ -113,7 +113,7 @@ async def test_two_that_end_at_once_both_count(autojump_clock: Clock, tmp_path: 
         )
 
 
-async def test_only_usable_sessions_are_enough(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_only_usable_sessions_count(autojump_clock: Clock, tmp_path: Path) -> None:
     """A failed evaluation and a session without a turn do not count; a harness that failed and was scored
     does.
     """
@@ -136,7 +136,7 @@ async def test_only_usable_sessions_are_enough(autojump_clock: Clock, tmp_path: 
         assert sorted(ends(place).values()) == ["0.0", "0.0"]
 
 
-async def test_other_tasks_go_on(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_other_tasks_are_not_stopped(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=1, each=10.0)}) as place:
         place.submit(task_id="other", group_id="g", num_samples=2)
         place.submit(task_id="mine", group_id="g", num_samples=2, evaluator="COUNTS", group=wanting(1))
@@ -147,9 +147,8 @@ async def test_other_tasks_go_on(autojump_clock: Clock, tmp_path: Path) -> None:
 # ── with what happens besides ─────────────────────────────────────────────────
 
 
-async def test_a_place_that_waits_for_its_retry_is_not_over_and_is_stopped_too(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_place_awaiting_retry_is_stopped(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A place that waits for its retry is not over, and is stopped too."""
     async with town(tmp_path, {"agent": paced(1.05, GONE)}) as place:
         place.submit(num_samples=2, group=wanting(1), budgets={"retries": 3}, evaluator=None)
         await place.over()
@@ -159,9 +158,8 @@ async def test_a_place_that_waits_for_its_retry_is_not_over_and_is_stopped_too(
         assert len(place.runtimes.sessions) == 2, "it opened no container"
 
 
-async def test_what_the_machine_loses_after_the_stop_is_not_tried_again(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_session_lost_after_stop_not_retried(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A session that the machine loses after the stop is not tried again."""
     async with town(tmp_path, {"agent": paced(1.0, 1.0, 1.0)}) as place:
         place.submit(num_samples=3, group=wanting(2), budgets={"retries": 3})
         place.notes.refuse = [TypeError("no")]  # the first to end can not be packed: a fault of the node's
@@ -171,9 +169,8 @@ async def test_what_the_machine_loses_after_the_stop_is_not_tried_again(
         assert place.scheduler.services.tally.groups.total() == 1
 
 
-async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_trainers_cancel_beside_early_stop(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A trainer's cancel beside an early stop stands where it was first."""
     async with town(tmp_path, {"agent": paced(10.0)}) as place:
         place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
         await place.until("post")
@@ -190,9 +187,8 @@ async def test_a_trainers_cancel_beside_an_early_stop_stands_where_it_was_first(
         assert sorted(ends(place).values()) == ["1.0", "early stop in run", "early stop in run"]
 
 
-async def test_a_session_that_can_not_be_published_does_not_hold_the_stop_up(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_unpublishable_session_delays_no_stop(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A session that cannot be published does not hold the stop up."""
     async with town(tmp_path, {"agent": paced(1.0, 5.0)}) as place:
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
         place.notes.refuse = [TypeError("no"), TypeError("no again")]
@@ -209,9 +205,7 @@ async def test_a_session_that_can_not_be_published_does_not_hold_the_stop_up(
 # ── staleness ─────────────────────────────────────────────────────────────────
 
 
-async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_trajectory_records_staleness_at_end(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0)}) as place:
         served = ["v0"]
         place.change(order=lambda _: served)
@@ -229,7 +223,7 @@ async def test_a_trajectory_says_how_stale_it_was_when_it_ended(
         )
 
 
-async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_too_stale_session_does_not_count(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
         place.change(order=lambda _: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0))
@@ -241,7 +235,7 @@ async def test_a_session_too_stale_is_not_enough(autojump_clock: Clock, tmp_path
         )
 
 
-async def test_a_session_that_is_only_marked_stale_is(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_session_marked_stale_counts(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
         place.change(order=lambda _: ("v0", "next"))
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0, stale="mark"))
@@ -283,7 +277,7 @@ async def the_group(path: Path) -> Any:
         return read_group(orjson.loads(body))
 
 
-async def test_a_recovered_group_that_has_enough_is_stopped_too(tmp_path: Path) -> None:
+async def test_recovered_full_group_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, task(num_samples=4, group=wanting(2), budgets={"retries": 2}), over=2)
     async with life(path, agent(each=0.01)) as (journal, scheduler):
@@ -304,7 +298,7 @@ async def test_a_recovered_group_that_has_enough_is_stopped_too(tmp_path: Path) 
         )
 
 
-async def test_a_recovered_group_that_lacks_one_goes_on_until_it_has_enough(tmp_path: Path) -> None:
+async def test_recovered_group_continues_until_enough(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, task(num_samples=5, group=wanting(2), budgets={"retries": 2}), over=1)
     async with life(path, paced(0.01)) as (journal, scheduler):
@@ -322,9 +316,8 @@ async def test_a_recovered_group_that_lacks_one_goes_on_until_it_has_enough(tmp_
 
 
 @pytest.mark.parametrize("cancelled", [True, False])
-async def test_a_recovered_group_without_an_early_stop_is_filled_as_ever(
-    tmp_path: Path, cancelled: bool
-) -> None:
+async def test_recovered_group_without_early_stop(tmp_path: Path, cancelled: bool) -> None:
+    """A recovered group without an early stop is filled as ever."""
     path = tmp_path / "journal.sqlite"
     await killed(path, task(num_samples=3, budgets={"retries": 2}), over=2)
     if cancelled:

@@ -39,7 +39,7 @@ def tree() -> list[Turn]:
     return [root, left, right, last, other]
 
 
-def test_the_formulas_in_numbers() -> None:
+def test_difference_formulas_in_numbers() -> None:
     turn = make_turn(0, None, [1, 2], [3, 4], logprobs=[-1.0, -2.0])
     session = publish([turn])
     (asked,) = rows_to_score([turn])
@@ -57,7 +57,8 @@ def test_the_formulas_in_numbers() -> None:
     assert (found.scored_by, found.versions) == (("8",), {"7": found.total})
 
 
-def test_each_sampled_token_is_scored_once_in_the_fewest_rows() -> None:
+def test_each_token_scored_in_fewest_rows() -> None:
+    """Each sampled token is scored once, in the fewest rows."""
     turns = tree()
     rows = rows_to_score(turns)
     assert [sorted(each.samples) for each in rows] == [[0, 1, 3], [2], [4]], "one for each leaf"
@@ -86,7 +87,8 @@ def test_any_tree_of_turns_is_scored_once(shape: list[tuple[int, int]]) -> None:
     assert found == {turn.index: len(turn.sampled) for turn in turns if turn.sampled}
 
 
-def test_a_turn_that_an_update_cut_has_a_row_for_each_version() -> None:
+def test_turn_across_update_has_version_rows() -> None:
+    """A turn that an update cut has a row for each version."""
     found = under(publish(tree()), log(1.25))
     assert [(each.turn, each.version, each.start, each.end) for each in found.spans] == [
         *((0, "7", 0, 2), (1, "7", 0, 1), (1, "8", 1, 2)),
@@ -99,7 +101,8 @@ def test_a_turn_that_an_update_cut_has_a_row_for_each_version() -> None:
     assert {each.scored_by for each in found.spans} == {"9"}
 
 
-def test_the_same_weights_differ_by_nothing_and_far_ones_overflow_nothing() -> None:
+def test_equal_weights_differ_by_nothing() -> None:
+    """The same weights differ by nothing, and far ones overflow nothing."""
     same, far = under(publish(tree()), 0.0).total, under(publish(tree()), 5000.0).total
     assert same is not None
     assert far is not None
@@ -115,7 +118,8 @@ def test_the_same_weights_differ_by_nothing_and_far_ones_overflow_nothing() -> N
         (Sampling(temperature=1.0, repetition_penalty=1.1), "with a penalty"),
     ],
 )
-def test_what_was_sampled_from_another_distribution_is_left_out(used: Sampling, words: str) -> None:
+def test_other_distribution_is_left_out(used: Sampling, words: str) -> None:
+    """Tokens that were sampled from another distribution are left out."""
     root = make_turn(0, None, [1], [2, 3])
     other = evolve(make_turn(1, root, [4], [5]), used=used)
     last = make_turn(2, other, [6], [7])
@@ -130,7 +134,7 @@ def test_what_was_sampled_from_another_distribution_is_left_out(used: Sampling, 
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_a_cut_distribution_has_no_estimate_of_kl(cut: dict[str, Any]) -> None:
+def test_truncated_distribution_has_no_kl(cut: dict[str, Any]) -> None:
     root = make_turn(0, None, [1], [2, 3])
     greedy = evolve(make_turn(1, root, [4], [5]), used=evolve(root.used, **cut))
     found = under(publish([root, greedy]), 0.1)
@@ -140,7 +144,7 @@ def test_a_cut_distribution_has_no_estimate_of_kl(cut: dict[str, Any]) -> None:
     assert found.total.mean == pytest.approx(0.1, abs=1e-6)
 
 
-def test_turns_that_a_fork_inherited_are_its_parents() -> None:
+def test_inherited_turns_belong_to_parent() -> None:
     fork = ForkedFrom(session_id="p", turn=2, got=2, by="replay")
     turns = tree()
     hot = evolve(turns[0], used=Sampling(temperature=0.5))
@@ -148,6 +152,6 @@ def test_turns_that_a_fork_inherited_are_its_parents() -> None:
     assert ([each.turn for each in found.spans], found.left_out) == ([2, 3, 4], ())
 
 
-def test_a_turn_whose_ancestor_is_missing_is_refused() -> None:
+def test_turn_with_missing_ancestor_is_refused() -> None:
     with pytest.raises(Refused, match="turn 3 cannot be scored: a turn before it is missing"):
         rows_to_score(tree()[2:])

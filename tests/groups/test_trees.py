@@ -116,7 +116,8 @@ E = session("e", 0.0, [1, 1])
 TREE = group(A, B, C, D, E)
 
 
-def test_a_run_of_turns_is_compared_with_the_others_of_the_state_where_it_began() -> None:
+def test_segment_compares_with_its_start_state() -> None:
+    """A run of turns is compared with the others of the state where it began."""
     found = advantages(tree_rows_of([[TREE]], estimator="grpo_without_std"))
     root, forked = 2 / 5, 2 / 4  # the mean of all five leaves; of the four of a's tree
     expected = {
@@ -136,7 +137,8 @@ def test_a_run_of_turns_is_compared_with_the_others_of_the_state_where_it_began(
     assert out["d", 3] == pytest.approx(-1.0)
 
 
-def test_all_leaves_is_the_value_of_a_turn_less_that_of_the_problem() -> None:
+def test_all_leaves_subtracts_problem_value() -> None:
+    """`all_leaves` is the value of a turn less that of the problem."""
     found = advantages(tree_rows_of([[TREE]], credit="all_leaves", estimator="grpo_without_std"))
     expected = {
         **dict.fromkeys([("a", 0), ("a", 1)], 1 / 2 - 2 / 5),
@@ -147,7 +149,8 @@ def test_all_leaves_is_the_value_of_a_turn_less_that_of_the_problem() -> None:
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_tree_grpo_adds_the_advantage_in_the_tree_to_that_among_all() -> None:
+def test_tree_grpo_adds_both_advantages() -> None:
+    """`tree_grpo` adds the advantage in the tree to that among all."""
     found = advantages(tree_rows_of([[TREE]], credit="tree_grpo", estimator="grpo"))
     every, tree = sqrt((2 * 0.36 + 3 * 0.16) / 4) + SPREAD_EPSILON, sqrt(4 * 0.25 / 3) + SPREAD_EPSILON
     assert found["a", 3] == pytest.approx(0.6 / every + 0.5 / tree, abs=1e-6)
@@ -158,7 +161,8 @@ def test_tree_grpo_adds_the_advantage_in_the_tree_to_that_among_all() -> None:
     assert (alone["a", 2], alone["b", 2]) == (1.0, -1.0), "one tree is one comparison, not two"
 
 
-def test_what_leaves_share_has_the_weight_of_each() -> None:
+def test_shared_turns_sum_leaf_weights() -> None:
+    """Turns that leaves share have the weight of each leaf."""
     rows = tree_rows_of([[TREE]], loss="session_mean")
     found = weights(rows)
     # five leaves, on whose paths four tokens are trained, three of b and two of e
@@ -304,7 +308,7 @@ def test_how_a_tree_was_cut_moves_no_tokens_advantage_and_no_weight(
 # ── which groups are one forest ───────────────────────────────────────────────
 
 
-def test_forks_are_of_the_forest_of_what_they_fork() -> None:
+def test_forks_join_their_sessions_forest() -> None:
     roots, others = group(A, E), group(session("x", 1.0, [1]))
     forks, later = group(B, C), group(D)
     assert forests_of([roots, others, later, forks]) == ((roots, later, forks), (others,))
@@ -314,20 +318,22 @@ def test_forks_are_of_the_forest_of_what_they_fork() -> None:
     assert advantages(together).items() >= advantages(tree_rows_of([[TREE]])).items()
 
 
-def test_forks_whose_session_is_not_at_hand_are_a_group_of_their_own() -> None:
+def test_orphan_forks_are_own_group() -> None:
+    """Forks whose session is not at hand are a group of their own."""
     forks = group(B, C)
     assert forests_of([forks]) == ((forks,),)
     assert tree_rows_of([[forks]]) == rows_of([forks])
     assert advantages(tree_rows_of([[forks]]))["c", 2] == 1.0
 
 
-def test_a_fork_that_inherited_nothing_is_a_root() -> None:
+def test_fork_without_inheritance_is_root() -> None:
     fork = session("f", 1.0, [1, 1], of="e", at=0)
     flat = evolve(fork, forked_from=None)
     assert tree_rows_of([[group(E, fork)]]) == tree_rows_of([[group(E, flat)]])
 
 
-def test_a_session_that_is_not_usable_is_no_leaf_and_its_forks_are() -> None:
+def test_unusable_session_with_usable_forks() -> None:
+    """A session that is not usable is no leaf, and its forks are."""
     rows = tree_rows_of([[group(A, E, unusable=("a",)), group(B, C)]], estimator="grpo_without_std")
     found = advantages(rows)
     assert set(found) == {("b", 2), ("c", 2), ("c", 3), ("e", 0), ("e", 1)}
@@ -337,14 +343,16 @@ def test_a_session_that_is_not_usable_is_no_leaf_and_its_forks_are() -> None:
     assert dropped == "e"
 
 
-def test_a_lineages_own_reward_is_that_of_its_sessions_leaf() -> None:
+def test_lineage_reward_belongs_to_leaf() -> None:
+    """A lineage's own reward is that of its session's leaf."""
     own = evolve(A, traces=(row([1, 1, 1, 1], reward=3.0),))
     found = advantages(tree_rows_of([[group(own, B)]], credit="all_leaves", estimator="grpo_without_std"))
     assert found["a", 3] == pytest.approx(2.5)
     assert found["a", 0] == pytest.approx(((3 - 0.5) + (0 - 0.5)) / 2)
 
 
-def test_a_circle_and_a_length_without_its_loss_are_refused() -> None:
+def test_circle_or_lossless_length_is_refused() -> None:
+    """A circle, and a length without its loss, are refused."""
     one, two = session("one", 1.0, [1, 1], of="two", at=1), session("two", 1.0, [1, 1], of="one", at=1)
     with pytest.raises(Refused, match="session one descends from itself"):
         tree_rows_of([[group(one, two)]])

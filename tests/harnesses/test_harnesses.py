@@ -34,9 +34,8 @@ def order(**changed: Any) -> HarnessOrder:
 
 
 @pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
-def test_every_harness_is_told_its_endpoint_and_key_and_no_other(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_harness_gets_only_its_endpoint(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every harness is told its endpoint and key, and no other."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-the-nodes-own")
     launch = harnesses.HARNESSES[name].launch(order())
     told = json.dumps(
@@ -52,7 +51,7 @@ def test_every_harness_is_told_its_endpoint_and_key_and_no_other(
 
 
 @pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
-def test_the_tasks_environment_wins(name: str) -> None:
+def test_task_environment_wins(name: str) -> None:
     assert (
         harnesses.HARNESSES[name].launch(order(env={"TERM": "xterm", "MORE": "1"})).env.items()
         >= {"TERM": "xterm", "MORE": "1"}.items()
@@ -60,27 +59,28 @@ def test_the_tasks_environment_wins(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(harnesses.HARNESSES))
-def test_a_setting_a_harness_does_not_know_is_refused_with_its_path(name: str) -> None:
+def test_unknown_setting_refused_with_path(name: str) -> None:
     with pytest.raises(Refused) as refused:
         harnesses.HARNESSES[name].launch(order(settings={"apu": 1}))
     assert refused.value.path == "$.harness.settings.apu"
 
 
 @pytest.mark.parametrize("name", sorted(known.name for known in harnesses.HARNESSES.values() if known.apis))
-def test_an_api_it_can_not_speak_is_refused_with_those_it_can(name: str) -> None:
+def test_unsupported_api_lists_supported_ones(name: str) -> None:
     with pytest.raises(Refused, match=f"one of {harnesses.HARNESSES[name].apis[0]}") as refused:
         harnesses.HARNESSES[name].launch(order(settings={"api": "telepathy"}))
     assert refused.value.path == "$.harness.settings.api"
 
 
-def test_an_instruction_no_argument_can_hold_is_refused_with_the_remedy() -> None:
+def test_overlong_instruction_names_the_remedy() -> None:
+    """An instruction that no argument can hold is refused with the remedy."""
     with pytest.raises(Refused, match="put it in a file of the workspace") as refused:
         codex.launch(order(instruction="ä" * 65536))
     assert refused.value.path == "$.instruction"
     assert codex.launch(order(instruction="ä" * 65535)).argv[-1] == "ä" * 65535
 
 
-def test_shell_fills_only_what_it_knows() -> None:
+def test_shell_fills_only_known_fields() -> None:
     launch = shell.launch(
         order(command=("run", "{instruction}", "{base_url}/v1", "{unknown}", "{", "}{model}"))
     )
@@ -93,12 +93,12 @@ def test_shell_fills_literally_and_once(instruction: str) -> None:
     assert launch.argv == (instruction,)
 
 
-def test_shell_without_a_command_is_refused() -> None:
+def test_shell_without_command_is_refused() -> None:
     with pytest.raises(Refused, match="needs a command"):
         shell.launch(order(command=None))
 
 
-def test_an_unknown_harness_or_version_is_refused() -> None:
+def test_unknown_harness_or_version_refused() -> None:
     with pytest.raises(Refused, match=r"there are: claude_code, codex, gemini_cli, .*shell"):
         harnesses.find(HarnessSpec(name="codexx"))
     with pytest.raises(Refused, match=r"pins 1\.6\.0"):
@@ -109,7 +109,8 @@ def test_an_unknown_harness_or_version_is_refused() -> None:
 OWN = harness.Harness(name="own", version="1", image="base", launch=shell.launch)
 
 
-def test_a_users_own_harness_comes_by_import_path_where_the_node_allows_it() -> None:
+def test_imported_harness_must_be_allowed() -> None:
+    """A user's own harness comes by import path, where the node allows it."""
     spec = HarnessSpec(import_path=f"{__name__}:OWN")
     assert harnesses.find(spec, allowed_imports=("*",)).name == "own"
     with pytest.raises(Refused):
@@ -137,7 +138,7 @@ def test_a_users_own_harness_comes_by_import_path_where_the_node_allows_it() -> 
         ),
     ],
 )
-def test_what_a_harness_can_not_be_given_is_refused(
+def test_unsupported_harness_field_is_refused(
     name: str | None, more: dict[str, Any], path: str, able: str
 ) -> None:
     spec = (
@@ -149,7 +150,7 @@ def test_what_a_harness_can_not_be_given_is_refused(
     assert harnesses.find(HarnessSpec(name="codex", **more)) is codex.HARNESS
 
 
-def test_shell_tells_every_sdk_where_to_go() -> None:
+def test_shell_sets_every_sdks_endpoint() -> None:
     env = shell.launch(order(instruction="x")).env
     assert (env["OPENAI_BASE_URL"], env["ANTHROPIC_BASE_URL"], env["GOOGLE_GEMINI_BASE_URL"]) == (
         f"{BASE}/v1",
@@ -161,7 +162,7 @@ def test_shell_tells_every_sdk_where_to_go() -> None:
     assert env["POLARNODE_INSTRUCTION"] == "x"
 
 
-def test_who_runs_no_cut_call() -> None:
+def test_harnesses_that_ignore_cut_calls() -> None:
     """OpenClaw's loop runs calls at `toolUse` alone (its code). Codex runs those of an incomplete response,
     and then ends with exit code 1 without another request (measured with its pinned version).
     """

@@ -78,9 +78,10 @@ def turn(
         (127, [], "failed", "exit code 127: a program was not found in its image"),
     ],
 )
-def test_a_lying_exit_code_is_judged_by_the_turns(
+def test_unreliable_exit_code_uses_turns(
     exit_code: int, turns: list[Turn], status: str, words: str | None
 ) -> None:
+    """An exit code that lies is judged by the turns."""
     outcome = exit_outcome(LIAR, exit_code, turns)
     assert (outcome.status, outcome.exit_code) == (status, exit_code)
     assert (words or "") in (outcome.reason or "")
@@ -88,13 +89,14 @@ def test_a_lying_exit_code_is_judged_by_the_turns(
 
 
 @pytest.mark.parametrize(("exit_code", "status"), [(0, "completed"), (1, "failed")])
-def test_an_honest_exit_code_is_believed_whatever_the_turns(exit_code: int, status: str) -> None:
+def test_honest_exit_code_is_believed(exit_code: int, status: str) -> None:
+    """An honest exit code is believed, whatever the turns."""
     assert {
         exit_outcome(HONEST, exit_code, turns).status for turns in ([], [turn()], [turn(state="partial")])
     } == {status}
 
 
-def test_who_fails_behind_a_dead_engine_did_not_fail() -> None:
+def test_exit_after_engine_failure_is_retryable() -> None:
     """It may be tried again; who failed after the engine had answered again may not."""
     lost = exit_outcome(HONEST, 1, [turn(), turn(state="failed")])
     assert (lost.status, lost.boundary, lost.exit_code) == ("error", "engine", 1)

@@ -102,25 +102,26 @@ PATHS = {
 }
 
 
-def test_every_harness_that_speaks_apis_is_in_the_table() -> None:
+def test_every_api_harness_is_tabled() -> None:
     assert {name: list(paths) for name, paths in PATHS.items()} == {
         known.name: list(known.apis) for known in harnesses.HARNESSES.values() if known.apis
     }
 
 
 @pytest.mark.parametrize(("name", "api"), [(name, api) for name, paths in PATHS.items() for api in paths])
-def test_it_is_pointed_at_its_endpoint_in_every_api(name: str, api: str) -> None:
+def test_endpoint_set_for_every_api(name: str, api: str) -> None:
     launch = launched(name, settings={"api": api})
     assert told_endpoint(name, launch) == (f"{BASE}{PATHS[name][api]}", KEY)
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_the_first_api_is_the_default(name: str) -> None:
+def test_first_api_is_default(name: str) -> None:
     assert launched(name) == launched(name, settings={"api": harnesses.HARNESSES[name].apis[0]})
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_it_is_told_the_model_the_task_names_else_one_nobody_knows(name: str) -> None:
+def test_task_model_or_unknown_name(name: str) -> None:
+    """A harness is told the model that the task names, else one that nobody knows."""
     for model in (None, "gpt-5.5"):
         launch = launched(name, model_name=model)
         told = json.dumps([launch.argv, dict(launch.env), [text.decode() for text in launch.files.values()]])
@@ -128,7 +129,7 @@ def test_it_is_told_the_model_the_task_names_else_one_nobody_knows(name: str) ->
         assert model is None or "local-model" not in told
 
 
-def test_the_dialects_are_spelt_as_each_program_spells_them() -> None:
+def test_dialect_names_of_each_program() -> None:
     assert "litellm_response" in mini_swe_agent.launch(order(settings={"api": "responses"})).argv
     assert {"mini_textbased.yaml", "litellm_textbased"} <= set(
         mini_swe_agent.launch(order(settings={"api": "text"})).argv
@@ -202,7 +203,7 @@ LITERAL = {"codex", "opencode", "openclaw", "hermes", "mini_swe_agent", "openhan
         "007",
     ],
 )
-def test_an_instruction_arrives_as_it_was_written(name: str, instruction: str) -> None:
+def test_instruction_arrives_unchanged(name: str, instruction: str) -> None:
     launch = launched(name, instruction=instruction)
     found = CARRIED[name](launch)
     assert found == instruction or (
@@ -215,7 +216,8 @@ def test_an_instruction_arrives_as_it_was_written(name: str, instruction: str) -
 @pytest.mark.parametrize(
     "first", {"claude_code": "-/", "gemini_cli": "/", "qwen_code": "/@", "pi": "-@"}.items()
 )
-def test_what_a_program_takes_for_an_order_gets_a_blank_before_it(name: str, first: tuple[str, str]) -> None:
+def test_option_like_instruction_gets_blank(name: str, first: tuple[str, str]) -> None:
+    """An instruction that the program would take for an option gets a blank before it."""
     of, characters = first
     if of == name:
         assert [CARRIED[name](launched(name, instruction=f"{each}x"))[:2] for each in characters] == [
@@ -234,7 +236,7 @@ def test_any_text_survives_in_every_harness(instruction: str) -> None:
 # ── the window, and silence ───────────────────────────────────────────────────
 
 
-def test_whoever_compacts_is_told_the_true_window() -> None:
+def test_compacting_harness_knows_true_window() -> None:
     told = {name: config_of(name, launched(name)) for name in CONFIGS if name != "claude_code"}
     assert claude_code.launch(order()).env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
     assert (told["codex"]["model_context_window"], told["codex"]["model_auto_compact_token_limit"]) == (
@@ -261,7 +263,8 @@ def test_whoever_compacts_is_told_the_true_window() -> None:
     )
 
 
-def test_pi_keeps_half_of_a_small_window_for_the_prompt() -> None:
+def test_pi_reserves_half_small_window() -> None:
+    """Pi keeps half of a small window for the prompt."""
     for window, reserve in ((4096, 1024), (65536, 16384), (1_000_000, 16384)):
         endpoint = evolve(order().endpoint, context_length=window)
         settings = json.loads(pi.launch(order(endpoint=endpoint)).files[f"{HOME}/.pi/agent/settings.json"])[
@@ -271,7 +274,8 @@ def test_pi_keeps_half_of_a_small_window_for_the_prompt() -> None:
         assert settings["reserveTokens"] + settings["keepRecentTokens"] <= window // 2
 
 
-def test_hermes_is_told_the_least_window_it_starts_with() -> None:
+def test_hermes_window_has_a_minimum() -> None:
+    """Hermes is told the least window that it starts with."""
     endpoint = evolve(order().endpoint, context_length=32768)
     model = config_of("hermes", hermes.launch(order(endpoint=endpoint)))["model"]
     assert (model["context_length"], model["max_tokens"]) == (64000, 8192)
@@ -323,7 +327,7 @@ def test_telemetry_and_updates_are_off() -> None:
     assert (env["pi"]["PI_TELEMETRY"], env["qwen_code"]["QWEN_TELEMETRY_ENABLED"]) == ("0", "false")
 
 
-def test_nobody_asks_for_a_permission() -> None:
+def test_no_harness_asks_permission() -> None:
     flags = {
         "claude_code": "--dangerously-skip-permissions",
         "codex": "--dangerously-bypass-approvals-and-sandbox",
@@ -337,12 +341,12 @@ def test_nobody_asks_for_a_permission() -> None:
     assert config_of("openclaw", launched("openclaw"))["tools"]["exec"] == {"security": "full", "ask": "off"}
 
 
-def test_no_call_that_is_not_streamed_is_given_up_early() -> None:
+def test_unstreamed_calls_wait_long() -> None:
     assert f"model.model_kwargs.timeout={mini_swe_agent.CALL_S}" in mini_swe_agent.launch(order()).argv
     assert config_of("openhands_sdk", launched("openhands_sdk"))["llm"]["timeout"] == openhands_sdk.CALL_S
 
 
-def test_claude_code_can_be_bare() -> None:
+def test_claude_code_bare_setting() -> None:
     assert "--bare" in claude_code.launch(order(settings={"bare": True})).argv
     assert "--bare" not in claude_code.launch(order()).argv
 
@@ -354,14 +358,13 @@ RESUMES = {
 }
 
 
-def test_some_harnesses_can_be_resumed() -> None:
+def test_resumable_harnesses_are_tabled() -> None:
     assert {name for name, each in harnesses.HARNESSES.items() if each.resume is not None} == set(RESUMES)
 
 
 @pytest.mark.parametrize(("name", "words"), RESUMES.items())
-def test_a_resumed_harness_has_the_same_files_and_environment_and_some_words_more(
-    name: str, words: tuple[str, ...]
-) -> None:
+def test_resumed_harness_only_adds_words(name: str, words: tuple[str, ...]) -> None:
+    """A resumed harness has the same files and environment, and some words more."""
     resume = harnesses.HARNESSES[name].resume
     assert resume is not None
     given = order(skills={"fly": "How to fly."}, instruction="Go on.")
@@ -373,7 +376,7 @@ def test_a_resumed_harness_has_the_same_files_and_environment_and_some_words_mor
     assert resumed.argv[:place] + resumed.argv[place + len(words) :] == launch.argv
 
 
-def test_the_openhands_runner_is_python() -> None:
+def test_openhands_runner_is_valid_python() -> None:
     compile(openhands_sdk.RUNNER, "run.py", "exec")
 
 
@@ -430,13 +433,13 @@ SKILLS = {
 }
 
 
-def test_the_tables_hold_whoever_says_so() -> None:
+def test_tables_cover_servers_and_skills() -> None:
     assert set(SERVERS) == {known.name for known in harnesses.HARNESSES.values() if known.mcp_servers}
     assert set(SKILLS) == {known.name for known in harnesses.HARNESSES.values() if known.skills}
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_servers_are_written_where_it_reads_them(name: str) -> None:
+def test_servers_written_where_harness_reads(name: str) -> None:
     keys, stdio, web = SERVERS[name]
     launch = launched(name, mcp_servers={"words": STDIO, "web": WEB})
     found: Any = config_of(name, launch)
@@ -445,20 +448,21 @@ def test_servers_are_written_where_it_reads_them(name: str) -> None:
     assert found == {"words": stdio, "web": web}
 
 
-def test_claude_code_is_pointed_at_its_servers_only_when_there_are_some() -> None:
+def test_claude_code_servers_only_when_given() -> None:
     argv = claude_code.launch(order(mcp_servers={"words": STDIO})).argv
     assert argv[argv.index("--mcp-config") + 1 :][:2] == (CONFIGS["claude_code"], "--strict-mcp-config")
     assert "--mcp-config" not in claude_code.launch(order()).argv
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_skills_lie_where_it_looks(name: str) -> None:
+def test_skills_lie_where_harness_looks(name: str) -> None:
     launch = launched(name, skills={"kiwi": "---\nname: kiwi\n---\nBody"})
     assert launch.files[f"{HOME}/{SKILLS[name]}/kiwi/SKILL.md"] == b"---\nname: kiwi\n---\nBody"
     assert not [path for path in launched(name).files if "SKILL" in path]
 
 
-def test_openclaw_is_told_of_its_skills_since_its_state_is_elsewhere() -> None:
+def test_openclaw_is_told_its_skills() -> None:
+    """OpenClaw is given the path of its skills, since its state is elsewhere."""
     config = config_of("openclaw", launched("openclaw", skills={"kiwi": "text"}))
     assert config["skills"]["load"]["extraDirs"] == [f"{HOME}/.openclaw/skills"]
 
@@ -479,6 +483,6 @@ def test_toml_says_what_it_was_told(table: dict[str, Any]) -> None:
     assert tomllib.loads(toml_bytes(table).decode()) == table
 
 
-def test_a_null_has_no_place_in_toml() -> None:
+def test_null_is_refused_in_toml() -> None:
     assert tomllib.loads(toml_bytes({"a": None, "b": {"c": 1.5}}).decode()) == {"b": {"c": 1.5}}
     assert json.loads(json_bytes({"a": None, "ü": "é"})) == {"a": None, "ü": "é"}

@@ -128,7 +128,7 @@ def late_s(arena: Arena) -> float:
     return float(found.split()[-1])
 
 
-def test_one_request_takes_a_bounded_part_of_the_node(arena: Arena) -> None:
+def test_one_request_uses_bounded_resources(arena: Arena) -> None:
     over, waited = threading.Event(), [0.0]
     with session(arena) as large, session(arena) as small:
 

@@ -75,7 +75,7 @@ def fill(arena: Arena, how: str) -> Trajectory:
 
 
 @pytest.mark.parametrize("how", ["several", "unlinked", "small"])
-def test_who_writes_too_much_is_ended_and_told_so(arena: Arena, how: str) -> None:
+def test_excess_writer_is_ended_and_told(arena: Arena, how: str) -> None:
     trajectory = fill(arena, how)
     assert (trajectory.outcome.status, trajectory.outcome.reason) == (
         "failed",
@@ -85,7 +85,7 @@ def test_who_writes_too_much_is_ended_and_told_so(arena: Arena, how: str) -> Non
     assert len(trajectory.turns) == 1
 
 
-def test_one_file_ends_at_the_limit_by_itself(arena: Arena) -> None:
+def test_one_file_ends_at_limit(arena: Arena) -> None:
     """The kernel refuses what is beyond; what the harness then does is its own affair."""
     trajectory = fill(arena, "one")
     assert '"error": "EFBIG"' in arena.log(trajectory)

@@ -85,7 +85,7 @@ def test_malformed_requests_are_refused(arena: Arena) -> None:
     assert 500 not in found.values(), found
 
 
-def test_bodies_that_never_end_are_not_kept(arena: Arena) -> None:
+def test_endless_bodies_are_not_kept(arena: Arena) -> None:
     """Many at once, each nearly as large as may be: gigabytes, if each were kept until its end."""
     attack(
         arena,
@@ -114,7 +114,7 @@ def test_bodies_that_never_end_are_not_kept(arena: Arena) -> None:
     )
 
 
-def test_a_body_too_large_is_refused_whole(arena: Arena) -> None:
+def test_oversized_body_is_refused_whole(arena: Arena) -> None:
     found = attack(
         arena,
         """
@@ -129,7 +129,7 @@ def test_a_body_too_large_is_refused_whole(arena: Arena) -> None:
     assert found["answer"] in (400, ""), found  # the context is exceeded, as harnesses know it
 
 
-def test_slow_and_silent_clients_take_nothing_from_a_sibling(arena: Arena) -> None:
+def test_slow_clients_take_nothing_from_sibling(arena: Arena) -> None:
     """A slow loris with all the connections its door has; half-closed ones by the thousand; answers nobody
     reads.
     """
@@ -193,7 +193,8 @@ def test_slow_and_silent_clients_take_nothing_from_a_sibling(arena: Arena) -> No
     assert found["held"] >= 200
 
 
-def test_pipelined_requests_are_answered_in_their_order_each_a_turn(arena: Arena) -> None:
+def test_pipelined_requests_are_ordered_turns(arena: Arena) -> None:
+    """Pipelined requests are answered in their order, each a turn."""
     found = attack(
         arena,
         """

@@ -139,14 +139,14 @@ ACTS = {
 
 
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
-def test_no_act_is_an_excuse(arena: Arena, act: Act) -> None:
+def test_no_act_excuses_the_agent(arena: Arena, act: Act) -> None:
     trajectory = arena.attack(act.script, evaluator=act.evaluator, runtime=act.runtime)
     outcome = trajectory.outcome
     assert not lost_to_the_machine(outcome), outcome
     assert (outcome.status, trajectory.reward) == (act.status, act.reward), (outcome, trajectory.metrics)
 
 
-def test_a_stopped_process_holds_no_snapshot(arena: Arena) -> None:
+def test_stopped_process_holds_no_snapshot(arena: Arena) -> None:
     """CRIU would wait for it, the call for CRIU, and the session would end as the machine's loss."""
     script = """
         import os, signal, subprocess, time

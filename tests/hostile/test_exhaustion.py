@@ -8,7 +8,7 @@ pytestmark = pytest.mark.podman
 
 
 @kept_limits
-def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
+def test_fork_bomb_ends_at_limit(arena: Arena) -> None:
     """It takes its container's process ids and no others; the harness goes on, and all of it is gone with the
     run.
     """
@@ -40,7 +40,7 @@ def test_a_fork_bomb_ends_at_its_own_limit(arena: Arena) -> None:
 
 
 @kept_limits
-def test_a_memory_hog_is_ended_alone(arena: Arena) -> None:
+def test_memory_hog_is_ended_alone(arena: Arena) -> None:
     """The kernel ends the greedy process in its own container; what the session had is kept, and its outcome
     says how it ended.
     """
@@ -57,7 +57,7 @@ def test_a_memory_hog_is_ended_alone(arena: Arena) -> None:
 
 
 @kept_limits
-def test_memory_behind_files_counts_too(arena: Arena) -> None:
+def test_file_memory_counts_too(arena: Arena) -> None:
     """Shared memory has a size of its own, and a tmpfs is its container's memory."""
     filler = """
         import errno, os
@@ -94,7 +94,7 @@ def test_memory_behind_files_counts_too(arena: Arena) -> None:
 
 
 @kept_limits
-def test_empty_files_in_memory_are_memory(arena: Arena) -> None:
+def test_empty_files_in_memory_count(arena: Arena) -> None:
     """Each takes a kilobyte of the kernel's, which is the container's too: it ends at its own limit, in one
     of two honest ways.
     """
@@ -114,7 +114,7 @@ def test_empty_files_in_memory_are_memory(arena: Arena) -> None:
     )
 
 
-def test_a_flood_of_output_is_kept_in_bounds(arena: Arena) -> None:
+def test_output_flood_is_bounded(arena: Arena) -> None:
     """Half a gigabyte on both streams at once: the log keeps its beginning and its end, and the node does not
     keep what it drops.
     """

@@ -28,7 +28,7 @@ PLANT = """
 """
 
 
-def test_nothing_planted_where_a_reward_is_read_counts(arena: Arena) -> None:
+def test_planted_reward_files_do_not_count(arena: Arena) -> None:
     """Six evaluators, each with a reward file where something stands already: each reads the number its own
     test wrote.
     """
@@ -49,7 +49,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize("what", REWARDS)
-def test_a_reward_that_is_no_number_in_a_plain_file_is_none(arena: Arena, what: str) -> None:
+def test_invalid_reward_file_gives_no_reward(arena: Arena, what: str) -> None:
     """As where the test itself runs what the agent wrote. The session says what was wrong; no number is made
     up, and nothing waits on a pipe.
     """
@@ -74,7 +74,7 @@ MOVED = """
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_workdir_that_became_a_link_leads_nowhere(arena: Arena, fresh: bool) -> None:
+def test_linked_workdir_leads_nowhere(arena: Arena, fresh: bool) -> None:
     """One below the home is its owner's to move. The node takes nothing through it, and says what it found; a
     home can not be moved.
     """
@@ -143,7 +143,7 @@ TREE = """
 """
 
 
-def test_a_hostile_tree_is_kept_and_judged_as_what_it_is(arena: Arena) -> None:
+def test_hostile_tree_is_kept_and_judged(arena: Arena) -> None:
     """As artifacts, and as the workspace of a fresh runtime: deep, odd, sparse, linked out of itself, and
     with a bomb that nobody opens.
     """

@@ -93,7 +93,8 @@ ENOUGH = {name: [4, None] for name in ("watchers", "terminals", "timers", "signa
 
 
 @kept_limits
-def test_one_session_cannot_take_what_the_machine_has_once(arena: Arena) -> None:
+def test_session_cannot_exhaust_machine_resources(arena: Arena) -> None:
+    """One session cannot take what the machine has only once."""
     greedy = arena.start(TAKERS + GREEDY, budgets={"run_s": 600})
     try:
         until(
@@ -126,7 +127,7 @@ def _root_gets() -> object:
 
 
 @kept_limits
-def test_what_is_in_sockets_is_bounded(arena: Arena) -> None:
+def test_socket_memory_is_bounded(arena: Arena) -> None:
     """Four times its memory is sent to sockets of its own that nobody reads; the machine's share of them is
     for all.
     """
@@ -154,7 +155,7 @@ def test_what_is_in_sockets_is_bounded(arena: Arena) -> None:
     assert int(log.partition('"sent": ')[2].partition(",")[0]) < 192
 
 
-def test_accounts_that_are_pipes_stop_nothing(arena: Arena) -> None:
+def test_pipe_account_files_block_nothing(arena: Arena) -> None:
     """A task that lets its harness write anywhere, as root: Podman would wait for ever for who writes into
     them.
     """

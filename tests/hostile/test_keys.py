@@ -86,7 +86,7 @@ def guessed(arena: Arena) -> tuple[dict[str, Any], int]:
     return reported(trajectory), len(trajectory.turns)
 
 
-def test_every_wrong_key_is_refused_in_its_providers_shape(guessed: tuple[dict[str, Any], int]) -> None:
+def test_wrong_keys_refused_in_provider_shape(guessed: tuple[dict[str, Any], int]) -> None:
     found, _ = guessed
     assert found["other_answers"] == []
     assert found["guesses"] > 400
@@ -110,7 +110,7 @@ def test_every_wrong_key_is_refused_in_its_providers_shape(guessed: tuple[dict[s
         assert error[field] == value, (api, answer)
 
 
-def test_no_guess_is_a_turn(guessed: tuple[dict[str, Any], int]) -> None:
+def test_guessed_keys_make_no_turn(guessed: tuple[dict[str, Any], int]) -> None:
     """Three calls had the session's own key, wherever another's stood beside it: as many turns there are, and
     they are its own.
     """

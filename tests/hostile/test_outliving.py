@@ -57,7 +57,7 @@ JUDGE = (
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_nothing_that_outlives_the_harness_touches_its_reward(arena: Arena, fresh: bool) -> None:
+def test_surviving_processes_touch_no_reward(arena: Arena, fresh: bool) -> None:
     """Daemons of every kind write the reward file all the time. When it is judged, they are gone: the
     evaluator's own number is read.
     """
@@ -73,7 +73,7 @@ def test_nothing_that_outlives_the_harness_touches_its_reward(arena: Arena, fres
     assert running(mark) == []
 
 
-def test_what_was_swapped_for_the_judges_programs_is_its_own_loss(arena: Arena) -> None:
+def test_swapped_judge_programs_harm_only_agent(arena: Arena) -> None:
     """With a judge in the same runtime a harness may spoil its own test; it can not make the node take a
     number nobody wrote.
     """
@@ -94,7 +94,7 @@ def test_what_was_swapped_for_the_judges_programs_is_its_own_loss(arena: Arena) 
     ), trajectory.outcome
 
 
-def test_kill_of_everything_ends_the_harness_and_no_more(arena: Arena) -> None:
+def test_kill_of_everything_ends_only_harness(arena: Arena) -> None:
     """`kill -9 -1` as the user, and as whatever root is in there: the container stays, the turn is kept, the
     session is judged.
     """
@@ -111,7 +111,7 @@ def test_kill_of_everything_ends_the_harness_and_no_more(arena: Arena) -> None:
     assert (trajectory.reward, len(trajectory.turns)) == (1.0, 1)
 
 
-def test_the_first_process_is_out_of_reach(arena: Arena) -> None:
+def test_first_process_is_out_of_reach(arena: Arena) -> None:
     signals = """
         import ctypes, os, signal
         from inside import outcome, turn, tell

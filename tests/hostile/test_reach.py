@@ -98,7 +98,7 @@ def given(arena: Arena, machine: Machine) -> dict[str, str]:
     }
 
 
-def test_only_the_door_is_there(arena: Arena, machine: Machine) -> None:
+def test_only_the_endpoint_is_reachable(arena: Arena, machine: Machine) -> None:
     found = reported(arena.attack(SCAN, env=given(arena, machine)))
     assert found["loopback"] == [8080]
     nothing_else(found)
@@ -143,7 +143,7 @@ PROXY = """
 """
 
 
-def test_with_names_there_is_the_proxy_and_no_more(arena: Arena, machine: Machine) -> None:
+def test_allowed_names_add_only_proxy(arena: Arena, machine: Machine) -> None:
     """`localhost` is a name this node allows, and where it leads no setting allows: the machine's own servers
     stay out of reach.
     """
@@ -167,7 +167,7 @@ def test_with_names_there_is_the_proxy_and_no_more(arena: Arena, machine: Machin
     assert figures["sent_bytes"] == figures["received_bytes"] == 0
 
 
-def test_a_task_that_asks_for_other_names_is_not_taken(arena: Arena) -> None:
+def test_task_with_other_names_is_refused(arena: Arena) -> None:
     with pytest.raises(
         ClientError, match=r"this node does not let tasks reach other\.example.*setting egress"
     ):

@@ -131,7 +131,7 @@ def test_no_right_is_gained(arena: Arena) -> None:
     assert found["second"] == 200
 
 
-def test_nothing_of_the_machine_is_read(arena: Arena) -> None:
+def test_nothing_of_machine_is_read(arena: Arena) -> None:
     """Neither the node's environment nor its state, by any name they have on the machine; nor who else runs
     here.
     """

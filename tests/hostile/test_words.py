@@ -31,7 +31,7 @@ def polarnode(arena: Arena, *arguments: str) -> str:
     return re.sub(r"\r(\x1b\[1A)*\x1b\[2K", "", (done.stdout + done.stderr).decode())
 
 
-def test_no_escape_of_a_harness_reaches_a_terminal(arena: Arena) -> None:
+def test_no_escape_sequence_reaches_terminal(arena: Arena) -> None:
     trajectory = arena.attack(SAY, evaluator={"name": "session_completed"})
     assert (trajectory.outcome.status, trajectory.outcome.exit_code) == ("failed", 1)
     assert "last words" in str(trajectory.outcome.log_tail)

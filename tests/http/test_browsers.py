@@ -25,7 +25,7 @@ def refused(
     [None, "", "127.0.0.1", "127.0.0.1:8080", "127.8.9.1:1", "localhost", "LocalHost:9000", "localhost.:80",
      "node.localhost:8080", "[::1]", "[::1]:8080", "[::ffff:127.0.0.1]:1"],
 )  # fmt: skip
-def test_a_loopback_name_is_served_with_any_port(host: str | None) -> None:
+def test_loopback_name_allows_any_port(host: str | None) -> None:
     assert not refused(LOOPBACK, host)
 
 
@@ -35,13 +35,13 @@ def test_a_loopback_name_is_served_with_any_port(host: str | None) -> None:
      "10.0.0.5", "0.0.0.0:8080", "[::]", "[fe80::1]:80", "127.0.0.1:80:80", "127.0.0.1@evil.example", "a b",
      "evil.example#127.0.0.1", "[::1", "2130706433", "192.168.0.1:8080", ":8080", "/"],
 )  # fmt: skip
-def test_another_name_is_refused_with_the_remedy(host: str) -> None:
+def test_other_name_is_refused_with_remedy(host: str) -> None:
     sentence = LOOPBACK.refusal(host=host, origin=None, site=None)
     assert sentence is not None
     assert "allowed_hosts" in sentence
 
 
-def test_the_bound_address_and_allowed_names_are_served() -> None:
+def test_bound_address_and_allowed_names() -> None:
     guard = BrowserGuard(bound="10.0.0.5", allowed=("node.example", "*.pool.example"))
     for host in ("10.0.0.5:8080", "node.example", "NODE.example:443", "a.pool.example", "127.0.0.1"):
         assert not refused(guard, host), host
@@ -50,14 +50,15 @@ def test_the_bound_address_and_allowed_names_are_served() -> None:
     assert not refused(BrowserGuard(bound="gpu-7"), "gpu-7:8080")
 
 
-def test_every_address_but_no_name_is_served_where_all_are_bound() -> None:
+def test_wildcard_bind_serves_addresses_only() -> None:
     """A page that rebinds a name sends the name."""
     for bound in ("0.0.0.0", "::"):
         assert not refused(BrowserGuard(bound=bound), "10.1.2.3:11000")
         assert refused(BrowserGuard(bound=bound), "evil.example:11000")
 
 
-def test_with_a_token_any_host_is_served_but_no_page_of_another_origin() -> None:
+def test_token_allows_hosts_not_origins() -> None:
+    """With a token any host is served, but no page of another origin."""
     guard = BrowserGuard(any_host=True)
     assert not refused(guard, "proxy.example")
     assert not refused(guard, "proxy.example", "https://proxy.example", "same-origin")
@@ -76,7 +77,7 @@ def test_another_origin_is_refused(host: str | None, origin: str) -> None:
     assert refused(LOOPBACK, host, origin, "same-origin")
 
 
-def test_the_servers_own_pages_pass_also_through_a_tunnel_or_an_allowed_proxy() -> None:
+def test_own_pages_pass_tunnel_and_proxy() -> None:
     assert not refused(LOOPBACK, "localhost:9000", "http://localhost:9000", "same-origin")
     assert not refused(LOOPBACK, "[::1]:8080", "http://[::1]:8080")
     assert not refused(LOOPBACK, "127.0.0.1:8080", None, "none"), "typed by the user"
@@ -128,7 +129,7 @@ FORM = "application/x-www-form-urlencoded"
         ("DELETE", {"Origin": "http://evil.example"}, b"", 403),
     ],
 )
-async def test_what_a_page_can_send_without_asking_first_is_refused(
+async def test_unpreflighted_requests_are_refused(
     method: str, headers: dict[str, str], body: bytes, status: int
 ) -> None:
     async with (
@@ -142,7 +143,7 @@ async def test_what_a_page_can_send_without_asking_first_is_refused(
 
 
 @pytest.mark.parametrize(("path", "status"), [("/none", 404), ("/broken", 500), ("/stream", 200)])
-async def test_no_type_is_guessed(path: str, status: int) -> None:
+async def test_no_content_type_is_guessed(path: str, status: int) -> None:
     app = guarded()
 
     @app.route("/broken")

@@ -40,7 +40,7 @@ def app() -> QuartTrio:
 
 
 @pytest.mark.parametrize(("name", "packed"), [("small", False), ("middle", True), ("large", True)])
-async def test_an_answer_of_some_size_is_packed_and_unpacks_to_itself(name: str, packed: bool) -> None:
+async def test_large_answer_is_compressed(name: str, packed: bool) -> None:
     found = await app().test_client().get(f"/{name}", headers={"Accept-Encoding": "gzip, br"})
     body = await found.get_data(as_text=False)
     assert found.headers.get("Content-Encoding") == ("gzip" if packed else None)
@@ -50,7 +50,7 @@ async def test_an_answer_of_some_size_is_packed_and_unpacks_to_itself(name: str,
 
 
 @pytest.mark.parametrize("accepted", [None, "identity", "br", "gzip;q=0"])
-async def test_who_does_not_take_gzip_gets_none(accepted: str | None) -> None:
+async def test_client_without_gzip_gets_none(accepted: str | None) -> None:
     headers = {} if accepted is None else {"Accept-Encoding": accepted}
     found = await app().test_client().get("/middle", headers=headers)
     assert "Content-Encoding" not in found.headers
@@ -59,6 +59,6 @@ async def test_who_does_not_take_gzip_gets_none(accepted: str | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["tar", "stream"])
-async def test_streams_and_archives_are_sent_as_they_are(name: str) -> None:
+async def test_streams_and_archives_stay_uncompressed(name: str) -> None:
     found = await app().test_client().get(f"/{name}", headers={"Accept-Encoding": "gzip"})
     assert "Content-Encoding" not in found.headers

@@ -108,7 +108,7 @@ def take(places: ConnectionSlots, peer: str, now: float, closed: list[Place]) ->
     return place
 
 
-def test_the_oldest_stranger_leaves_first_even_if_it_is_busy() -> None:
+def test_oldest_stranger_leaves_first() -> None:
     places, taken, closed = full()
     taken[0].admitted = True
     taken[1].busy = True
@@ -117,7 +117,7 @@ def test_the_oldest_stranger_leaves_first_even_if_it_is_busy() -> None:
     assert closed == [taken[1], taken[2]]
 
 
-def test_the_peer_with_the_most_strangers_loses_one() -> None:
+def test_peer_with_most_strangers_loses() -> None:
     places, taken, closed = full(limit=3, peer="trainer")
     places.leave(taken[1])
     places.leave(taken[2])
@@ -127,7 +127,8 @@ def test_the_peer_with_the_most_strangers_loses_one() -> None:
     assert taken[0] not in closed
 
 
-def test_of_those_let_in_the_longest_idle_leaves_and_none_at_work() -> None:
+def test_longest_idle_admitted_leaves_first() -> None:
+    """Of those let in the longest idle leaves, and none at work."""
     places, taken, closed = full()
     for number, place in enumerate(taken):
         place.admitted = place.busy = True
@@ -154,7 +155,7 @@ def test_streams_leave_room_for_others() -> None:
 # ── a full socket ─────────────────────────────────────────────────────────────
 
 
-async def test_silent_connections_keep_nobody_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_silent_connections_block_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Half a head on every place, then a thousand more; the key opens the socket all the while, and what it
     holds open stays. One line of log is enough.
     """
@@ -177,7 +178,7 @@ async def test_silent_connections_keep_nobody_out(caplog: pytest.LogCaptureFixtu
     assert "64 may be open" in caplog.text
 
 
-async def test_a_socket_full_of_requests_at_work_says_so() -> None:
+async def test_full_busy_socket_answers_so() -> None:
     async with open_server(app, ANYWHERE, connections=4) as address, AsyncExitStack() as held:
         for _ in range(4):
             stream = await held.enter_async_context(connected(address))
@@ -205,7 +206,7 @@ async def test_streams_leave_places_for_requests() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: "])
-async def test_a_head_has_its_time_from_its_first_byte(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_head_timeout_starts_at_first_byte(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that drip in do not prolong it, on a new connection and on one that was used."""
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
     async with open_server(app, ANYWHERE) as address:
@@ -229,7 +230,7 @@ async def test_a_head_has_its_time_from_its_first_byte(sent: bytes, monkeypatch:
                 assert said == b"" or refusal(said)[0] == 408
 
 
-async def test_a_used_connection_may_be_idle_for_longer_than_a_head_takes(
+async def test_idle_limit_exceeds_head_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.1)
@@ -239,7 +240,7 @@ async def test_a_used_connection_may_be_idle_for_longer_than_a_head_takes(
             await trio.sleep(0.3)
 
 
-async def test_a_body_that_stops_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_body_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_PAUSE_S", 0.3)
     head = b"POST / HTTP/1.1\r\nHost: node\r\nContent-Length: 100\r\n\r\n"
     async with open_server(app, ANYWHERE) as address, connected(address) as stream:
@@ -248,7 +249,7 @@ async def test_a_body_that_stops_is_answered_408(monkeypatch: pytest.MonkeyPatch
             assert refusal(await read_all(stream))[0] == 408
 
 
-async def test_a_slow_body_that_keeps_its_rate_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_steady_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than it may pause in all, and dripping below the rate it is cut."""
     monkeypatch.setattr(connections, "BODY_PAUSE_S", 0.5)
     monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 1000)
@@ -272,7 +273,7 @@ async def test_a_slow_body_that_keeps_its_rate_is_read(monkeypatch: pytest.Monke
             assert 2 <= sent < 100
 
 
-async def test_a_response_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel gives the connection up; its place is free again."""
     monkeypatch.setattr(server, "STALLED_MS", 300)
     ended = trio.Event()
@@ -303,7 +304,7 @@ async def test_http2_is_not_spoken() -> None:
     assert "HTTP/1.1" in error["message"]
 
 
-async def test_an_upgrade_to_http2_is_not_taken() -> None:
+async def test_http2_upgrade_is_ignored() -> None:
     upgrade = (
         b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n"
     )
@@ -313,7 +314,7 @@ async def test_an_upgrade_to_http2_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("version", [b"2.0", b"3.0", b"0.9", b"1.2"])
-async def test_other_versions_are_refused(version: bytes) -> None:
+async def test_other_http_versions_are_refused(version: bytes) -> None:
     assert refusal(await cut(b"GET / HTTP/%b\r\nHost: node\r\n\r\n" % version))[0] == 505
 
 
@@ -361,26 +362,26 @@ HIDDEN = b"GET /hidden HTTP/1.1\r\nHost: node\r\n\r\n"
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200) + b"\r\n\r\n", 400),
     ],
 )
-async def test_what_is_no_request_of_http1_is_refused_and_closed(sent: bytes, status: int) -> None:
+async def test_invalid_request_closes_connection(sent: bytes, status: int) -> None:
     """Nothing after it is taken for a request."""
     said = await cut(sent)
     assert said.count(b"HTTP/1.1 200") == 0
     assert refusal(said)[0] == status
 
 
-async def test_a_long_head_behind_another_request_is_refused_too() -> None:
+async def test_long_second_head_is_refused() -> None:
     said = await cut(GET % (b"", b"") + b"GET / HTTP/1.1\r\nHost: node\r\n" + b"a:\r\n" * 20_000 + b"\r\n")
     assert said.count(b"HTTP/1.1 200") == 1
     assert b"HTTP/1.1 431" in said
 
 
-async def test_a_refused_head_request_has_no_body() -> None:
+async def test_refused_head_request_has_no_body() -> None:
     said = await cut(b"HEAD http://evil.example/ HTTP/1.1\r\nHost: node\r\n\r\n")
     assert said.startswith(b"HTTP/1.1 400")
     assert said.endswith(b"\r\n\r\n")
 
 
-async def test_what_is_unusual_but_allowed_is_served() -> None:
+async def test_unusual_valid_requests_are_served() -> None:
     for sent, body in (
         (b"GET / HTTP/1.0\r\n\r\n", b"0"),
         (POST + b"Connection: close\r\nContent-Length: 3\r\nContent-Length: 3\r\n\r\nabc", b"3"),
@@ -397,14 +398,14 @@ async def test_what_is_unusual_but_allowed_is_served() -> None:
         assert said.endswith(body), sent
 
 
-async def test_a_client_that_waits_for_a_100_gets_one() -> None:
+async def test_expect_continue_is_answered() -> None:
     async with open_server(app, ANYWHERE) as address, connected(address) as stream:
         await stream.send_all(POST + b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n")
         assert (await stream.receive_some()).startswith(b"HTTP/1.1 100")
         assert (await answer(stream, b"abc")).endswith(b"3")
 
 
-async def test_pipelined_requests_wait_in_the_socket() -> None:
+async def test_pipelined_requests_wait_in_socket() -> None:
     """One at a time is read from the buffer: a flood of them costs the sender, and leaves the loop free."""
     most = 0
 

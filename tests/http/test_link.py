@@ -57,7 +57,7 @@ async def linked(certificate: Certificate | None = None, pin: str = "") -> Async
             await link.close()  # noqa: ASYNC102 - bounded and shielded there
 
 
-async def test_answers_are_whole_and_errors_are_answers() -> None:
+async def test_answers_are_whole_including_errors() -> None:
     async with linked() as link:
         assert await link.call("POST", "/echo", value={"a": 1}) == {"body": {"a": 1}, "token": "Bearer t"}
         answer = await link.ask("GET", "/busy")
@@ -66,7 +66,7 @@ async def test_answers_are_whole_and_errors_are_answers() -> None:
             await link.call("GET", "/busy")
 
 
-async def test_a_stream_comes_as_it_is_sent_and_may_be_left() -> None:
+async def test_stream_is_incremental_and_can_close() -> None:
     async with linked() as link:
         async with link.stream("/stream") as pieces:
             assert [await anext(pieces), await anext(pieces)] == [b"one", b"two"]
@@ -76,14 +76,14 @@ async def test_a_stream_comes_as_it_is_sent_and_may_be_left() -> None:
                     pass
 
 
-async def test_nobody_listens_is_told_apart() -> None:
+async def test_refused_connection_is_distinguished() -> None:
     link = Link(url="http://127.0.0.1:9")
     with pytest.raises(NotListening):
         await link.ask("GET", "/")
     await link.close()
 
 
-async def test_a_pinned_certificate_is_the_only_one_trusted(tmp_path: Path) -> None:
+async def test_only_pinned_certificate_is_trusted(tmp_path: Path) -> None:
     chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     pin = sha256(ssl.PEM_cert_to_DER_cert(await trio.Path(chain).read_text())).hexdigest()
     served = Certificate(chain, key)

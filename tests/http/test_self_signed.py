@@ -11,7 +11,7 @@ from polarnode.core.errors import ConfigError
 from polarnode.http.self_signed import self_signed
 
 
-def test_certificate_is_made_once(tmp_path: Path) -> None:
+def test_certificate_is_created_once(tmp_path: Path) -> None:
     """Others have pinned it: another host's name does not replace it."""
     chain, key = self_signed(tmp_path, "10.0.0.2")
     before = Path(chain).read_bytes()

@@ -79,9 +79,10 @@ async def cut(stream: Any) -> bytes:
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_requests_of_any_size_come_and_go_whole_over_one_connection(
+async def test_one_connection_carries_any_size(
     authority: CertificateAuthority, version: ssl.TLSVersion
 ) -> None:
+    """Requests of any size come and go whole over one connection."""
     context = trusting(authority)
     context.minimum_version = context.maximum_version = version
     async with (
@@ -97,7 +98,8 @@ async def test_requests_of_any_size_come_and_go_whole_over_one_connection(
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion")
-async def test_older_versions_other_names_and_http2_are_not_spoken(authority: CertificateAuthority) -> None:
+async def test_old_tls_and_http2_are_refused(authority: CertificateAuthority) -> None:
+    """Older versions, other names and HTTP/2 are not spoken."""
     async with serving(authority) as address:
         old = trusting(authority)
         old.minimum_version = ssl.TLSVersion.TLSv1
@@ -114,7 +116,7 @@ async def test_older_versions_other_names_and_http2_are_not_spoken(authority: Ce
         assert "CERTIFICATE_VERIFY_FAILED" in str(caught.value.__cause__)
 
 
-async def test_plain_http_is_told_to_speak_tls(authority: CertificateAuthority) -> None:
+async def test_plain_http_gets_tls_hint(authority: CertificateAuthority) -> None:
     async with serving(authority) as address:
         stream = await trio.open_tcp_stream(address.host, address.port)
         async with stream:
@@ -130,9 +132,7 @@ async def test_plain_http_is_told_to_speak_tls(authority: CertificateAuthority) 
 # ── strangers ─────────────────────────────────────────────────────────────────
 
 
-async def test_a_handshake_that_takes_too_long_ends(
-    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_handshake_ends(authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "HANDSHAKE_S", 0.2)
     async with serving(authority) as address:
         silent = await trio.open_tcp_stream(address.host, address.port)
@@ -142,9 +142,10 @@ async def test_a_handshake_that_takes_too_long_ends(
             assert await cut(silent) == await cut(half) == b""
 
 
-async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gives_one_back(
+async def test_keyless_handshakes_use_up_tries(
     authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Handshakes without a key use up their address's tries, and a key gives one back."""
     monkeypatch.setattr(places, "TRIES", 4)
     monkeypatch.setattr(places, "TRIES_PER_S", 0.0)
     context = trusting(authority)
@@ -169,7 +170,7 @@ async def test_handshakes_without_a_key_use_up_their_addresss_tries_and_a_key_gi
         assert await asked({}, "127.0.0.2"), "another address"
 
 
-def test_tries_come_back_with_time_and_are_never_more_than_at_first() -> None:
+def test_tries_return_up_to_limit() -> None:
     tries = AddressTries()
     assert [tries.take("a", 0.0) for _ in range(places.TRIES + 1)] == [True] * places.TRIES + [False]
     assert [tries.take("a", 0.1) for _ in range(3)] == [True, True, False]
@@ -194,7 +195,7 @@ async def test_ipv6_networks_are_one_address(monkeypatch: pytest.MonkeyPatch) ->
 # ── certificates ──────────────────────────────────────────────────────────────
 
 
-async def test_a_certificate_is_read_again_when_its_files_change(
+async def test_changed_certificate_is_reloaded(
     authority: CertificateAuthority, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain, key = authority.issue("127.0.0.1")
@@ -216,9 +217,7 @@ async def test_a_certificate_is_read_again_when_its_files_change(
         assert await names() == ["127.0.0.1", "renewed.example"]
 
 
-def test_files_that_do_not_serve_are_named_with_what_is_wrong(
-    authority: CertificateAuthority, tmp_path: Path
-) -> None:
+def test_invalid_certificate_files_are_named(authority: CertificateAuthority, tmp_path: Path) -> None:
     chain, key = authority.issue("a.example")
     _, other = authority.issue("a.example", label="other")
     _, locked = authority.issue("a.example", passphrase="secret", label="locked")

@@ -19,19 +19,19 @@ async def or_seven() -> Json:
     return await body_json_or(7)
 
 
-async def test_bytes_are_as_they_came() -> None:
+async def test_body_bytes_are_unchanged() -> None:
     assert await read(body_bytes, b"\xff\x00 ") == b"\xff\x00 "
 
 
 @pytest.mark.parametrize("reader", [body_json, or_seven])
-async def test_json_is_read_and_what_is_none_is_refused(reader: Callable[[], Awaitable[Json]]) -> None:
+async def test_invalid_json_is_refused(reader: Callable[[], Awaitable[Json]]) -> None:
     assert await read(reader, b' {"a": [1, "\xc3\xa9"]} ') == {"a": [1, "é"]}
     with pytest.raises(Refused):
         await read(reader, b"{")
 
 
 @pytest.mark.parametrize("body", [b"", b" \n"])
-async def test_an_empty_body_is_refused_where_one_is_wanted(body: bytes) -> None:
+async def test_empty_required_body_is_refused(body: bytes) -> None:
     assert await read(or_seven, body) == 7
     with pytest.raises(Refused):
         await read(body_json, body)

@@ -51,7 +51,7 @@ def alive(name: str) -> int:
 
 
 @pytest.mark.usefixtures("uncollected")
-async def test_a_session_is_gone_when_nobody_holds_it() -> None:
+async def test_unreferenced_session_is_freed() -> None:
     engine = ScriptedEngine(
         reply=answers("hello"), vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT
     )

@@ -106,7 +106,7 @@ async def test_connection_close_closes_at_once(make: Any) -> None:
 
 
 @BOTH
-async def test_an_idle_connection_times_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connection_times_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.2)
     async with open_server(make(), ANYWHERE) as address, connected(address) as stream:
         await stream.send_all(GET % b"/")
@@ -117,7 +117,7 @@ async def test_an_idle_connection_times_out(make: Any, monkeypatch: pytest.Monke
         assert trio.current_time() - started >= 0.15
 
 
-async def test_a_connection_is_as_patient_after_each_answer_and_waits_for_a_late_one(
+async def test_idle_timer_restarts_after_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One timer serves all idle periods: a request stops it, the end of the response restarts it."""
@@ -131,7 +131,7 @@ async def test_a_connection_is_as_patient_after_each_answer_and_waits_for_a_late
             assert await stream.receive_some() == b""
 
 
-async def test_a_whole_response_is_one_write() -> None:
+async def test_whole_response_is_one_write() -> None:
     writes: list[int] = []
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
@@ -155,7 +155,8 @@ async def test_a_whole_response_is_one_write() -> None:
     assert writes == [1, 2, 3, 4]
 
 
-async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be_delivered() -> None:
+async def test_stream_end_confirms_last_bytes() -> None:
+    """The last bytes of a stream leave with its end, and are known to be delivered."""
     found: list[tuple[int, bool]] = []
 
     async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
@@ -176,14 +177,14 @@ async def test_the_last_bytes_of_a_stream_leave_with_its_end_and_are_known_to_be
 
 
 @BOTH
-async def test_a_connection_serves_one_request_after_another(make: Any) -> None:
+async def test_connection_serves_requests_in_turn(make: Any) -> None:
     async with open_server(make(), ANYWHERE) as address, connected(address) as stream:
         for _ in range(3):
             await stream.send_all(GET % b"/")
             assert (await read_answer(stream)).startswith(b"HTTP/1.1 200")
 
 
-async def test_headers_are_limited_and_long_ones_taken() -> None:
+async def test_headers_are_limited() -> None:
     async with open_server(plain_app, ANYWHERE) as address:
         async with connected(address) as stream:
             await stream.send_all(b"GET / HTTP/1.1\r\nHost: node\r\nX: " + b"x" * 40_000 + b"\r\n\r\n")
@@ -193,7 +194,7 @@ async def test_headers_are_limited_and_long_ones_taken() -> None:
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 431")
 
 
-async def test_a_client_that_leaves_early_still_cancels_the_request() -> None:
+async def test_early_disconnect_cancels_request() -> None:
     cancelled = trio.Event()
     app = quart_app()
 
@@ -216,7 +217,7 @@ async def test_a_client_that_leaves_early_still_cancels_the_request() -> None:
 # ── streams live (P13) ────────────────────────────────────────────────────────
 
 
-async def test_a_quart_stream_of_more_than_a_minute_survives(autojump_clock: trio.testing.MockClock) -> None:
+async def test_quart_stream_survives_a_minute(autojump_clock: trio.testing.MockClock) -> None:
     """The app itself, in virtual time: quart-trio's own limit of 60 s would cut this without a word."""
     app = quart_app()
 
@@ -248,7 +249,7 @@ async def test_a_quart_stream_of_more_than_a_minute_survives(autojump_clock: tri
     assert trio.current_time() >= 70
 
 
-def test_a_served_quart_app_is_mended() -> None:
+def test_served_quart_app_is_patched() -> None:
     app = quart_app()
     mend(app)
     assert app.asgi_http_class is PatchedConnection
@@ -258,7 +259,7 @@ def test_a_served_quart_app_is_mended() -> None:
 # ── closing is bounded (P2, P15) ──────────────────────────────────────────────
 
 
-async def test_a_peer_that_stops_reading_does_not_hold_up_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_peer_does_not_delay_closing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hypercorn shields every send without an end: what is stuck there loses its socket."""
     monkeypatch.setattr(server, "CLOSING_S", 3600.0)
     with trio.fail_after(60):  # not the hour after which a server is given up
@@ -269,7 +270,8 @@ async def test_a_peer_that_stops_reading_does_not_hold_up_closing(monkeypatch: p
     await stream.aclose()
 
 
-def test_a_peer_that_stops_reading_is_given_up_in_the_end() -> None:
+def test_listening_socket_has_stall_timeout() -> None:
+    """A peer that stops reading is given up in the end."""
     sock = listening_socket(ANYWHERE)
     with server._trio_listener(sock).socket:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == server.STALLED_MS
@@ -286,7 +288,7 @@ async def test_idle_connections_close_at_once(monkeypatch: pytest.MonkeyPatch) -
     await stream.aclose()
 
 
-async def test_an_answer_under_way_may_end() -> None:
+async def test_running_answer_may_finish() -> None:
     async with open_server(quart_app(), ANYWHERE) as address:
         stream = await trio.open_tcp_stream(address.host, address.port)
         await stream.send_all(GET % b"/late")
@@ -295,7 +297,7 @@ async def test_an_answer_under_way_may_end() -> None:
         assert b'"late"' in await read_to_end(stream)
 
 
-async def test_a_server_outlives_a_cancelled_block() -> None:
+async def test_server_outlives_cancelled_block() -> None:
     """Its users still finish what they do in their own cleanup."""
     answers: list[bytes] = []
     with trio.CancelScope() as scope:
@@ -311,21 +313,21 @@ async def test_a_server_outlives_a_cancelled_block() -> None:
     assert answers[0].endswith(b"ok")
 
 
-async def test_a_closed_server_takes_no_connection() -> None:
+async def test_closed_server_refuses_connections() -> None:
     async with open_server(plain_app, ANYWHERE) as address:
         pass
     with pytest.raises(OSError, match=r"."):
         await trio.open_tcp_stream(address.host, address.port)
 
 
-async def test_opening_is_harmless_where_it_is_cancelled() -> None:
+async def test_cancelled_opening_is_harmless() -> None:
     with trio.fail_after(10), trio.CancelScope() as scope:
         scope.cancel()
         async with open_server(plain_app, ANYWHERE):
             await trio.lowlevel.checkpoint()
 
 
-async def test_the_blocks_own_error_leaves_as_itself() -> None:
+async def test_block_error_is_raised_unchanged() -> None:
     async def block() -> None:
         async with open_server(plain_app, ANYWHERE):
             await trio.lowlevel.checkpoint()
@@ -335,7 +337,7 @@ async def test_the_blocks_own_error_leaves_as_itself() -> None:
         await block()
 
 
-async def test_hundreds_of_doors_open_and_close() -> None:
+async def test_hundreds_of_servers_open_and_close() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(200):
         async with open_server(plain_app, ANYWHERE):
@@ -346,7 +348,7 @@ async def test_hundreds_of_doors_open_and_close() -> None:
 # ── sockets ───────────────────────────────────────────────────────────────────
 
 
-async def test_a_listening_socket_can_be_handed_over() -> None:
+async def test_listening_socket_is_passed_over() -> None:
     sock = socket.create_server(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     async with open_server(plain_app, sock) as address, connected(address) as stream:
@@ -357,22 +359,20 @@ async def test_a_listening_socket_can_be_handed_over() -> None:
     assert sock.fileno() == -1
 
 
-async def test_a_taken_port_names_the_remedy() -> None:
+async def test_taken_port_names_remedy() -> None:
     async with open_server(plain_app, ANYWHERE) as address:
         with pytest.raises(ConfigError, match=rf"port {address.port} .* choose another with --port"):
             async with open_server(plain_app, address):
                 pytest.fail("two servers on one port")
 
 
-def test_an_address_that_is_not_ours_names_the_remedy() -> None:
+def test_foreign_address_names_remedy() -> None:
     with pytest.raises(ConfigError, match="--host"):
         listening_socket(Address(host="203.0.113.7", port=0))
 
 
 @BOTH
-async def test_clients_that_close_after_their_answer_leave_no_connection(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_closing_clients_leave_no_connection(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python's own http.client does. Without the mend a tenth to a quarter of them stay, each for the time
     of an idle connection.
     """
@@ -394,7 +394,7 @@ async def test_clients_that_close_after_their_answer_leave_no_connection(
 # ── bugs stay where they are (P7) ─────────────────────────────────────────────
 
 
-async def test_a_bug_in_the_app_is_logged_and_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:
+async def test_app_bug_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with open_server(plain_app, ANYWHERE) as address:
         async with connected(address) as stream:
             await stream.send_all(GET % b"/bug")
@@ -405,7 +405,7 @@ async def test_a_bug_in_the_app_is_logged_and_ends_one_connection(caplog: pytest
     assert "a bug of ours" in caplog.text
 
 
-async def test_a_bug_below_the_app_ends_one_connection(
+async def test_server_bug_ends_one_connection(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(self: Any, event: Any) -> None:

@@ -77,7 +77,7 @@ async def read(
         return await read_body(receive, reservation=reservation, limit=limit, announced=announced)
 
 
-async def test_bodies_of_one_door_have_a_room_together() -> None:
+async def test_bodies_share_one_memory_limit() -> None:
     budget = BodyBudget(free=10)
     with budget.reserve() as first:
         assert await read_body(parts(b"x" * 6), reservation=first, limit=10) == b"x" * 6
@@ -91,26 +91,26 @@ async def test_bodies_of_one_door_have_a_room_together() -> None:
     assert await read(parts(b"x" * 10), budget=budget) == b"x" * 10
 
 
-async def test_a_body_is_put_together() -> None:
+async def test_body_is_assembled() -> None:
     assert await read(parts(b"ab", b"", b"cd")) == b"abcd"
     assert await read(parts(b"")) == b""
 
 
-async def test_a_body_over_the_limit_is_dropped_but_read_to_its_end() -> None:
+async def test_oversized_body_is_drained() -> None:
     receive = parts(b"x" * 6, b"x" * 6, b"x" * 6)
     assert await read(receive, limit=10) == TooLarge(18)
     assert (await receive())["type"] == "http.disconnect"  # a client that still sends would not read its 413
     assert await read(parts(b"x" * 5, b"x" * 5), limit=10) == b"x" * 10
 
 
-async def test_a_body_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_body_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "MAX_DRAINED_BYTES", 20)
     receive = parts(*[b"x" * 8] * 10)
     assert await read(receive, limit=10) == TooLarge(24)
     assert (await receive())["type"] == "http.request"
 
 
-async def test_nothing_is_kept_of_a_body_announced_as_too_large() -> None:
+async def test_announced_oversized_body_is_discarded() -> None:
     budget = BodyBudget(100)
     with budget.reserve() as reservation:
         receive = parts(b"x" * 6, b"x" * 6)
@@ -121,9 +121,10 @@ async def test_nothing_is_kept_of_a_body_announced_as_too_large() -> None:
     assert announced_length({}) == announced_length({"content-length": "-1"}) == 0
 
 
-async def test_sessions_share_a_budget_beyond_the_first_bytes_of_each_body(
+async def test_sessions_share_body_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Sessions share a budget beyond the first bytes of each body."""
     monkeypatch.setattr(asgi, "MAX_UNSHARED_BYTES", 4)
     node = BodyBudget(10)
     one, other = BodyBudget(20, shared=node), BodyBudget(20, shared=node)
@@ -136,7 +137,7 @@ async def test_sessions_share_a_budget_beyond_the_first_bytes_of_each_body(
     assert (node.free, one.free) == (10, 20)
 
 
-async def test_a_body_that_takes_for_ever_holds_nothing(autojump_clock: trio.testing.MockClock) -> None:
+async def test_stalled_body_holds_nothing(autojump_clock: trio.testing.MockClock) -> None:
     budget = BodyBudget(100)
     messages = iter([{"type": "http.request", "body": b"x" * 60, "more_body": True}])
 
@@ -147,15 +148,15 @@ async def test_a_body_that_takes_for_ever_holds_nothing(autojump_clock: trio.tes
     assert (trio.current_time(), budget.free) == (asgi.MAX_BODY_S, 100)
 
 
-async def test_a_client_that_goes_before_its_body_is_whole() -> None:
+async def test_client_leaves_during_body() -> None:
     assert await read(parts(b"ab", left=True)) == ClientDisconnected()
 
 
-async def test_waiting_for_the_client_to_leave_drops_what_it_sends() -> None:
+async def test_waiting_for_disconnect_drops_input() -> None:
     await wait_disconnected(parts(b"more", b"and more"))
 
 
-def test_headers_are_found_by_lower_case_name() -> None:
+def test_headers_are_found_case_insensitively() -> None:
     assert header_map([(b"X-Api-Key", b"k"), (b"A", b"1"), (b"a", b"2")]) == {"x-api-key": "k", "a": "2"}
 
 
@@ -188,7 +189,7 @@ async def delivered(*script: OutgoingCommand | float, signs: int = 99, close: bo
     return wire
 
 
-async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
+async def test_stream_opens_with_first_bytes(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     wire = await delivered(Send(b"a"), 1.0, Send(b"b"), EndStream(), close=False)
@@ -203,7 +204,7 @@ async def test_a_stream_is_opened_by_its_first_bytes_and_ended_properly(
     assert wire.ended
 
 
-async def test_pieces_that_wait_together_leave_as_one() -> None:
+async def test_waiting_pieces_leave_together() -> None:
     wire = Wire()
     send, receive = trio.open_memory_channel[OutgoingCommand](10)
     for command in (
@@ -220,7 +221,7 @@ async def test_pieces_that_wait_together_leave_as_one() -> None:
     assert wire.ended
 
 
-async def test_what_comes_as_the_silence_ends_is_sent_all_the_same(
+async def test_piece_at_end_of_silence(
     mock_clock: trio.testing.MockClock,
 ) -> None:
     wire = Wire()
@@ -239,7 +240,7 @@ async def test_what_comes_as_the_silence_ends_is_sent_all_the_same(
     assert wire.ended
 
 
-async def test_a_reply_is_whole_and_has_its_length(autojump_clock: trio.testing.MockClock) -> None:
+async def test_reply_has_its_length(autojump_clock: trio.testing.MockClock) -> None:
     wire = await delivered(
         Reply(status=400, headers=(("content-type", "application/json"), ("retry-after", "2")), body=b"{}"),
         close=False,
@@ -253,26 +254,27 @@ async def test_a_reply_is_whole_and_has_its_length(autojump_clock: trio.testing.
     assert wire.ended
 
 
-async def test_a_broken_stream_is_not_ended(autojump_clock: trio.testing.MockClock) -> None:
+async def test_broken_stream_is_not_ended(autojump_clock: trio.testing.MockClock) -> None:
     wire = await delivered(Send(b"half"), Break(), close=False)
     assert wire.bodies == [b"half"]
     assert not wire.ended
 
 
-async def test_when_nothing_more_comes_nothing_more_is_said(autojump_clock: trio.testing.MockClock) -> None:
+async def test_nothing_sent_after_last_piece(autojump_clock: trio.testing.MockClock) -> None:
     assert (await delivered()).sent == []
     assert not (await delivered(Send(b"half"))).ended
 
 
-async def test_headers_leave_within_a_second_and_every_silence_is_broken_after_ten(
+async def test_silences_are_broken_in_time(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
+    """Headers leave within a second, and every silence is broken after ten."""
     wire = await delivered(25.5, Send(b"a"), 9.0, Send(b"b"), 11.0, EndStream())
     assert wire.bodies == [b"alive", b"alive", b"alive", b"a", b"b", b"alive", b""]
     assert [round(at, 1) for at in wire.times] == [1.0, 1.0, 11.0, 21.0, 25.5, 34.5, 44.5, 45.5]
 
 
-async def test_an_answer_that_can_not_be_kept_alive_waits_without_a_word(
+async def test_answer_without_signs_waits_silently(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     wire = await delivered(300.0, Reply(status=200, headers=(), body=b"late"), signs=0)
@@ -280,7 +282,7 @@ async def test_an_answer_that_can_not_be_kept_alive_waits_without_a_word(
     assert trio.current_time() == 300.0
 
 
-def test_the_pace_is_faster_than_the_least_patient_harness() -> None:
+def test_pace_suits_least_patient_harness() -> None:
     """60 s for headers, 15-30 s between events (harnesses.md 14.4, 14.5)."""
     assert KeepAlivePacing().opening_s < 60
     assert KeepAlivePacing().quiet_s <= 10
@@ -320,26 +322,26 @@ async def sent(takes: int, *commands: OutgoingCommand, breaks: bool = False) -> 
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-async def test_an_answer_is_delivered_when_its_last_bytes_were_taken(breaks: bool) -> None:
+async def test_delivered_when_last_bytes_taken(breaks: bool) -> None:
     reply = Reply(status=200, headers=(), body=b"{}")
     assert [await sent(takes, reply, breaks=breaks) for takes in (0, 1, 2)] == [False, False, True]
     streamed = (Send(b"a"), EndStream())
     assert [await sent(takes, *streamed, breaks=breaks) for takes in range(4)] == [False, False, True, True]
 
 
-async def test_a_stream_that_was_cut_is_not_delivered() -> None:
+async def test_cut_stream_is_not_delivered() -> None:
     assert not await sent(99, Send(b"a"), Break())
     assert not await sent(99, Send(b"a"))
 
 
-async def test_a_write_that_broke_off_is_not_made_good_by_a_later_one() -> None:
+async def test_broken_write_stays_undelivered() -> None:
     wire = asgi.ConnectionWrites(broken=True)
     responder = ResponseSender(Socket(wire, 99).send, "id", wire)
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
     assert not responder.delivered
 
 
-async def test_another_server_than_ours_is_believed() -> None:
+async def test_other_servers_are_believed() -> None:
     wire = Wire()
     responder = ResponseSender(wire.send, "id", asgi.writes_of({"type": "http"}))  # type: ignore[typeddict-item]
     await responder.reply(Reply(status=200, headers=(), body=b"{}"))
@@ -349,9 +351,10 @@ async def test_another_server_than_ours_is_believed() -> None:
 @pytest.mark.parametrize(("reads", "expected"), [(1 << 30, True), (10, False)])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("directly", [False, True])
-async def test_over_a_socket_the_server_says_what_was_taken(
+async def test_socket_delivery_is_reported_truly(
     reads: int, expected: bool, streamed: bool, directly: bool
 ) -> None:
+    """Over a socket the server says what was taken."""
     found = list[bool]()
     ended = trio.Event()
 

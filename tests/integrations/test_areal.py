@@ -18,7 +18,7 @@ def found() -> Any:
     return run_program("areal_program.py")
 
 
-def test_a_row_is_one_task_with_the_trainers_sampling(found: Any) -> None:
+def test_row_is_task_with_trainer_sampling(found: Any) -> None:
     assert set(map(tuple, found["tasks"])) == {(4, 0.5, 0.0)}
 
 
@@ -26,11 +26,12 @@ def test_wrong_settings_are_named(found: Any) -> None:
     assert found["refusals"] == ["$.samples", "$.estimator", "$.adress"]
 
 
-def test_what_is_lost_dropped_or_empty_is_rejected_and_never_a_reward_of_0(found: Any) -> None:
+def test_lost_or_empty_sessions_are_rejected(found: Any) -> None:
+    """What is lost, dropped or empty is rejected, and never a reward of 0."""
     assert found["none"] == ["dropped", "lost", "nothing"]
 
 
-def test_rewards_are_compared_by_session_not_by_row(found: Any) -> None:
+def test_rewards_are_compared_by_session(found: Any) -> None:
     """Rewards 1, 0 and 1/4 of sessions with one row, two and two; then 1 and 1/2, of which one lineage got 0."""
     told = [set(row) for row in found["advantages"]]
     assert all(len(each) == 1 for each in told)
@@ -42,7 +43,8 @@ def test_rewards_are_compared_by_session_not_by_row(found: Any) -> None:
     assert [len(row) for row in found["advantages"]] == [len(row) for row in ONE + TWO]
 
 
-def test_the_actor_moves_each_sampled_token_once_and_nothing_else(found: Any) -> None:
+def test_actor_trains_each_token_once(found: Any) -> None:
+    """The actor moves each sampled token once, and nothing else."""
     expected = sorted(token for row in ONE + TWO for token in row)
     batches = found["batches"]
     assert len(batches) == 2
@@ -52,7 +54,7 @@ def test_the_actor_moves_each_sampled_token_once_and_nothing_else(found: Any) ->
     assert [batch["moved_untrained"] for batch in batches] == [0, 0]
 
 
-def test_the_actor_distils_from_the_teachers_logprob_of_each_token(found: Any) -> None:
+def test_actor_distils_from_teacher_logprobs(found: Any) -> None:
     """`grpo_loss_fn`: with rl_loss_weight 0 each token's gradient is in proportion to its teacher's logprob less
     its own, which is -log(128) here.
     """
@@ -68,18 +70,19 @@ def test_the_actor_distils_from_the_teachers_logprob_of_each_token(found: Any) -
     assert steps[0] > 0
 
 
-def test_versions_are_areals_numbers_learned_from_what_the_node_served(found: Any) -> None:
+def test_versions_are_areal_numbers(found: Any) -> None:
     """The node served "7" at 100 and "8" at 101; tokens of weights that nobody named are as old as their episode."""
     assert found["versions"][0] == [-1, -1, -1, 100, 100, -1, -1, 100, 101, 101]
     assert found["versions"][3][:8] == [-1, -1, -1, 100, 100, -1, 100, 100]
 
 
-def test_evaluation_gives_rewards_as_they_are_and_logs_them_by_session(found: Any) -> None:
+def test_evaluation_logs_unchanged_session_rewards(found: Any) -> None:
+    """An evaluation gives rewards as they are, and logs them by session."""
     assert found["eval"] == [1.0, 0.0, 0.0, 0.25, 0.25]
     rollout, evaluation = found["rewards"]
     assert [value for key, value in evaluation.items() if key.endswith("reward")] == [[1.0, 0.0, 0.25]]
     assert [len(value) for key, value in rollout.items() if key.endswith("reward")] == [15]
 
 
-def test_areals_own_group_takes_it_too(found: Any) -> None:
+def test_areal_group_accepts_rollouts(found: Any) -> None:
     assert found["grouped"] == 2 * len(ONE)

@@ -64,7 +64,7 @@ def run_body(**more: Any) -> "dict[str, Any]":
 # ── what is read ──────────────────────────────────────────────────────────────
 
 
-def test_an_input_of_messages_is_one_instruction_in_their_order() -> None:
+def test_input_messages_become_one_instruction() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
         {
@@ -93,9 +93,7 @@ def test_an_input_of_messages_is_one_instruction_in_their_order() -> None:
         ({}, "input"),
     ],
 )
-def test_what_a_harness_can_not_be_given_is_refused_with_its_path(
-    params: "dict[str, Any]", path: str
-) -> None:
+def test_unsupported_input_is_refused_with_path(params: "dict[str, Any]", path: str) -> None:
     for read, whole in (
         (read_responses_request, params),
         (read_run_request, {"responses_create_params": params}),
@@ -109,7 +107,8 @@ def test_what_a_harness_can_not_be_given_is_refused_with_its_path(
         )
 
 
-def test_a_rollout_with_a_name_is_known_again_and_one_without_is_not() -> None:
+def test_only_named_rollout_is_recognised() -> None:
+    """A rollout with a name is known again, and one without is not."""
     assert read_run_request(run_body(_ng_rollout_id="7-1")).key == "nemo-gym:7-1"
     assert read_run_request(run_body(_ng_rollout_id="7-1", _ng_attempt_index=2)).key == "nemo-gym:7-1-a2"
     # they begin anew with each collection
@@ -125,7 +124,7 @@ def filled(template: "dict[str, Json]", body: "dict[str, Any]") -> TaskSpec:
     return TaskTemplate(value=TASK | template).task(read_run_request(body))
 
 
-def test_a_row_fills_the_places_of_a_template() -> None:
+def test_row_fills_template_places() -> None:
     template: dict[str, Json] = {
         "instruction": "In {{ row.repo }}: {{input}}",
         "runtime": {"image": "{{row.meta.image}}", "memory_mb": "{{row.meta.mb}}"},
@@ -147,7 +146,7 @@ def test_a_row_fills_the_places_of_a_template() -> None:
     assert spec.metadata == {"id": [1, 2], "_ng_task_index": 3, "_ng_rollout_id": "3-0"}
 
 
-def test_what_the_row_asks_of_the_model_wins_over_the_template() -> None:
+def test_row_sampling_overrides_template() -> None:
     params = {"input": "x", "temperature": 0.5, "max_output_tokens": 9}
     spec = filled({"sampling": {"temperature": 1.0, "max_tokens": 5}}, {"responses_create_params": params})
     assert (spec.sampling.temperature, spec.sampling.top_k, spec.sampling.max_tokens) == (0.5, -1, 9)
@@ -166,15 +165,13 @@ def test_what_the_row_asks_of_the_model_wins_over_the_template() -> None:
         ({"sampling": {"top_k": 5}}, "$.sampling.top_k"),
     ],
 )
-def test_a_template_that_can_not_be_is_refused_before_anything_is_served(
-    template: "dict[str, Json]", path: str
-) -> None:
+def test_invalid_template_is_refused_early(template: "dict[str, Json]", path: str) -> None:
     with pytest.raises(Refused) as refused:
         TaskTemplate(value=TASK | template)
     assert refused.value.path == path
 
 
-def test_a_row_without_the_field_and_a_call_without_a_row_are_refused() -> None:
+def test_missing_field_or_row_is_refused() -> None:
     template = TaskTemplate(value=TASK | {"metadata": {"id": "{{row.meta.id}}"}})
     assert PLACEHOLDER.search("{{row.meta.id}}")
     with pytest.raises(Refused, match=r"the row has no meta.id"):
@@ -227,7 +224,8 @@ def verified(asked: GymRequest, trajectory: Trajectory) -> VerifyResponse:
     return VerifyResponse.model_validate(writing.verify_response(asked, trajectory))
 
 
-async def test_the_answer_is_gyms_and_its_tokens_are_one_line_that_was_seen(found: Trajectory) -> None:
+async def test_answer_tokens_form_one_sequence(found: Trajectory) -> None:
+    """The answer is Gym's, and its tokens are one sequence that the model saw."""
     answer = verified(read_run_request(run_body(expected="x")), found)
     assert (answer.reward, answer.mask_sample, answer.failure_kind) == (0.25, False, None)
     assert answer.model_extra is not None
@@ -245,7 +243,7 @@ async def test_the_answer_is_gyms_and_its_tokens_are_one_line_that_was_seen(foun
     assert logprobs == [-0.5] * row.trace.loss_mask.count(1)
 
 
-async def test_a_call_and_its_result_stand_by_the_id_that_joins_them(found: Trajectory) -> None:
+async def test_call_and_result_share_id(found: Trajectory) -> None:
     output = GymResponse.model_validate(
         writing.response(read_responses_request({"input": "x"}).params, found)
     ).output
@@ -257,9 +255,10 @@ async def test_a_call_and_its_result_stand_by_the_id_that_joins_them(found: Traj
     assert output[0].generation_token_ids is None
 
 
-async def test_of_several_rows_the_one_that_trains_most_is_told_and_the_rest_is_counted(
+async def test_largest_row_is_delivered_rest_counted(
     found: Trajectory,
 ) -> None:
+    """Of several rows the one that trains most is delivered, and the rest is counted."""
     told: Any = writing.verify_response(read_run_request(run_body()), found)["polarnode"]
     assert told["rows"] == len(found.traces) == 2
     assert 0 < told["delivered_tokens"] < told["trainable_tokens"]
@@ -280,7 +279,7 @@ OUTCOMES: "list[tuple[Outcome, float | None, bool, str | None]]" = [
 @pytest.mark.parametrize(
     ("outcome", "reward", "masked", "kind"), OUTCOMES, ids=[kind or "" for *_, kind in OUTCOMES]
 )
-def test_what_is_no_measurement_is_masked_and_named(
+def test_failed_measurement_is_masked_and_named(
     outcome: Outcome, reward: float | None, masked: bool, kind: str | None
 ) -> None:
     answer = verified(
@@ -290,13 +289,14 @@ def test_what_is_no_measurement_is_masked_and_named(
     assert masked_by_nemo_rl(answer.model_dump()) is masked
 
 
-def test_the_mask_is_where_nemo_rl_reads_it_beside_what_the_row_has_there() -> None:
+def test_mask_is_in_instance_config() -> None:
+    """The mask is where NeMo RL reads it, beside what the row has there."""
     row = read_run_request(run_body(instance_config={"image": "x"}))
     answer = verified(row, make_trajectory("s", reward=None))
     assert answer.instance_config == {"image": "x", "mask_sample": True}
 
 
-def test_the_reward_is_that_of_the_row_that_is_delivered() -> None:
+def test_reward_is_of_delivered_row() -> None:
     """An evaluator may give a lineage a reward of its own."""
     answer = verified(read_run_request(run_body()), one_row(reward=1.0, lineage_rewards={0: -0.5}))
     assert (answer.reward, answer.mask_sample) == (-0.5, False)
@@ -313,21 +313,22 @@ def test_the_reward_is_that_of_the_row_that_is_delivered() -> None:
         (Outcome(status="completed"), None),
     ],
 )
-def test_a_session_that_its_agent_did_not_end_is_no_sample(outcome: Outcome, reason: str | None) -> None:
+def test_session_ended_otherwise_is_no_sample(outcome: Outcome, reason: str | None) -> None:
+    """A session that its agent did not end is no sample."""
     assert writing.unusable(evolve(one_row(), outcome=outcome)) == reason
 
 
-def test_a_session_without_a_sampled_token_is_no_sample() -> None:
+def test_session_without_sampled_token_is_rejected() -> None:
     """NeMo RL raises for one: "NeMo Gym returned a result with no generation data"."""
     assert "before a token was sampled" in str(writing.unusable(session_without_rows("failed")))
 
 
-def test_a_session_that_never_spoke_is_an_answer_without_items() -> None:
+def test_silent_session_has_no_items() -> None:
     answer = verified(read_run_request(run_body()), evolve(make_trajectory("s"), turns=(), traces=()))
     assert (answer.response.output, message_log(answer.response)) == ([], [])
 
 
-def test_a_collection_is_its_mean_without_what_is_masked() -> None:
+def test_collection_mean_excludes_masked_samples() -> None:
     samples: list[Any] = [
         {"_ng_task_index": 0, "reward": 1.0},
         {"_ng_task_index": 0, "reward": 0},
@@ -422,7 +423,7 @@ async def node() -> ScriptedNode:
     return ScriptedNode()
 
 
-async def test_rollouts_are_woken_by_one_stream(node: ScriptedNode, autojump_clock: Any) -> None:
+async def test_one_stream_wakes_all_rollouts(node: ScriptedNode, autojump_clock: Any) -> None:
     waiting, ended = Rollouts(node), dict[int, str]()
 
     async def run(number: int) -> None:
@@ -442,9 +443,7 @@ async def test_rollouts_are_woken_by_one_stream(node: ScriptedNode, autojump_clo
     assert (node.looks, node.cancelled, waiting._over) == (40, [], {})
 
 
-async def test_an_end_that_the_stream_does_not_tell_is_found_by_looking(
-    node: ScriptedNode, autojump_clock: Any
-) -> None:
+async def test_end_missing_from_stream_is_polled(node: ScriptedNode, autojump_clock: Any) -> None:
     waiting = Rollouts(node)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_run, waiting)
@@ -457,9 +456,7 @@ async def _run(waiting: Rollouts) -> None:
     assert (await waiting.run(SPEC, key=None)).session_id == "s-t0"
 
 
-async def test_a_node_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
-    node: ScriptedNode, autojump_clock: Any
-) -> None:
+async def test_restarting_node_is_awaited(node: ScriptedNode, autojump_clock: Any) -> None:
     waiting = Rollouts(node)
     node.tasks["t0"] = True
     node.keys["fresh-0"] = "t0"
@@ -471,9 +468,8 @@ async def test_a_node_that_restarts_is_waited_for_and_one_that_is_gone_is_not(
     assert trio.current_time() > app.PATIENCE_S
 
 
-async def test_who_leaves_takes_the_session_along_unless_it_has_a_name_to_come_back_by(
-    node: ScriptedNode, autojump_clock: Any
-) -> None:
+async def test_cancelled_unnamed_run_cancels_session(node: ScriptedNode, autojump_clock: Any) -> None:
+    """Who leaves takes the session along, unless it has a name to come back by."""
     waiting = Rollouts(node)
     for key in (None, "nemo-gym:1-0"):
         with trio.move_on_after(1):
@@ -496,7 +492,7 @@ async def serving(
         yield Caller(url=f"http://{address.host}:{address.port}")
 
 
-async def test_a_run_and_a_call_are_answered(node: ScriptedNode) -> None:
+async def test_run_and_call_are_answered(node: ScriptedNode) -> None:
     node.tasks |= {"t0": True}
     node.keys |= {"nemo-gym:1-0": "t0"}
     async with serving(node) as caller:
@@ -517,7 +513,8 @@ async def test_a_run_and_a_call_are_answered(node: ScriptedNode) -> None:
 LOST = Outcome(status="error", boundary="runtime", reason="the container went")
 
 
-async def test_a_lost_rollout_is_run_again_and_is_no_reward_of_zero(node: ScriptedNode) -> None:
+async def test_lost_rollout_is_run_again(node: ScriptedNode) -> None:
+    """A lost rollout is run again, and is no reward of zero."""
     ids = ("1-0", "1-0-r1", "1-0-r2")
     node.keys |= {f"nemo-gym:{name}": f"t{place}" for place, name in enumerate(ids)}
     node.tasks |= {f"t{place}": True for place in range(3)}
@@ -532,14 +529,14 @@ async def test_a_lost_rollout_is_run_again_and_is_no_reward_of_zero(node: Script
     assert "3 sessions of this rollout cannot be trained" in gone.json()["detail"]
 
 
-async def test_who_measures_takes_a_lost_rollout_as_a_masked_sample(node: ScriptedNode) -> None:
+async def test_measuring_masks_lost_rollout(node: ScriptedNode) -> None:
     node.keys, node.tasks, node.ends = {"nemo-gym:1-0": "t0"}, {"t0": True}, [LOST]
     async with serving(node, lost="mask") as caller:
         answer = await caller.post("/run", run_body(_ng_rollout_id="1-0"))
     assert (answer.status, answer.json()["failure_kind"]) == (200, "provider_unavailable")
 
 
-def test_rollouts_of_a_row_with_different_prompts_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_differing_prompts_of_row_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """NeMo RL's groups are equal prompts: `calculate_baseline_and_std_per_prompt`, nemo_rl/algorithms/utils.py."""
     watch, other = PromptWatch(), session_of_two_rows()
     row = read_run_request(run_body(_ng_task_index=0, _rowidx=0))
@@ -551,7 +548,7 @@ def test_rollouts_of_a_row_with_different_prompts_are_reported(caplog: pytest.Lo
     assert watch.same(read_run_request(run_body(expected="another row")), other)
 
 
-async def test_a_web_page_of_another_origin_starts_no_rollout(node: ScriptedNode) -> None:
+async def test_foreign_web_page_starts_no_rollout(node: ScriptedNode) -> None:
     async with serving(node) as caller:
         for headers, status in (
             ({"Origin": "http://evil.example"}, 403),
@@ -573,14 +570,16 @@ REFUSALS: "list[tuple[PolarnodeError, int]]" = [
 
 
 @pytest.mark.parametrize(("error", "status"), REFUSALS, ids=[str(error) for error, _ in REFUSALS])
-async def test_the_nodes_refusals_are_gyms(node: ScriptedNode, error: PolarnodeError, status: int) -> None:
+async def test_node_refusals_become_gym_errors(
+    node: ScriptedNode, error: PolarnodeError, status: int
+) -> None:
     node.refuses = error
     async with serving(node) as caller:
         answer = await caller.post("/run", run_body())
     assert (answer.status, answer.json()) == (status, {"detail": str(error)})
 
 
-async def test_what_is_refused_here_says_where(node: ScriptedNode) -> None:
+async def test_own_refusal_names_its_place(node: ScriptedNode) -> None:
     async with serving(node, {"metadata": {"id": "{{row.id}}"}}) as caller:
         for path, body in (
             ("/run", run_body()),

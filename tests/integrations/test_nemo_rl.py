@@ -131,9 +131,7 @@ def attached(node: WeightsNode, folder: Path, before: Any = None) -> tuple[list[
     return done, policy, generation
 
 
-def test_each_refit_of_nemo_rl_serves_its_checkpoint_from_the_node(
-    node: WeightsNode, grpo: ModuleType, tmp_path: Path
-) -> None:
+def test_each_refit_serves_its_checkpoint(node: WeightsNode, grpo: ModuleType, tmp_path: Path) -> None:
     done, policy, generation = attached(node, tmp_path)
     assert generation.weight_synchronizer.is_stale
     for _ in range(4):
@@ -155,18 +153,14 @@ def test_each_refit_of_nemo_rl_serves_its_checkpoint_from_the_node(
     assert "optimizer_path" not in policy.asked[0]
 
 
-def test_a_second_run_goes_on_from_the_nodes_version(
-    node: WeightsNode, grpo: ModuleType, tmp_path: Path
-) -> None:
+def test_second_run_continues_node_version(node: WeightsNode, grpo: ModuleType, tmp_path: Path) -> None:
     node.version, node.served = "unnamed-1", ["41", "7", "unnamed-1"]
     _, policy, generation = attached(node, tmp_path)
     refit_policy_generation(policy, generation, True)
     assert [version for version, _ in node.pushed] == ["42"]
 
 
-def test_a_synchronizer_of_nemo_rls_own_still_runs(
-    node: WeightsNode, grpo: ModuleType, tmp_path: Path
-) -> None:
+def test_own_nemo_rl_synchronizer_still_runs(node: WeightsNode, grpo: ModuleType, tmp_path: Path) -> None:
     calls: list[str] = []
     own = SimpleNamespace(
         sync_weights=lambda **_: calls.append("synced") or {"bytes": 1.0},
@@ -180,9 +174,7 @@ def test_a_synchronizer_of_nemo_rls_own_still_runs(
     assert calls == ["opened", "synced", "closed"]
 
 
-def test_a_node_that_does_not_take_the_weights_ends_the_step(
-    node: WeightsNode, grpo: ModuleType, tmp_path: Path
-) -> None:
+def test_refused_weights_end_the_step(node: WeightsNode, grpo: ModuleType, tmp_path: Path) -> None:
     _, policy, generation = attached(node, tmp_path)
     node.status = 409
     with pytest.raises(ClientError):
@@ -194,7 +186,7 @@ def test_a_node_that_does_not_take_the_weights_ends_the_step(
     assert node.pushed == []
 
 
-def test_a_copy_of_the_generation_in_another_process_pushes_nothing(tmp_path: Path) -> None:
+def test_pickled_generation_pushes_nothing(tmp_path: Path) -> None:
     weights = NodeWeights(url="http://127.0.0.1:1", folder=tmp_path, policy=object(), refit=print)
     assert pickle.loads(pickle.dumps(weights)) is None
 
@@ -210,14 +202,14 @@ def test_a_copy_of_the_generation_in_another_process_pushes_nothing(tmp_path: Pa
         ),
     ],
 )
-def test_a_policy_whose_checkpoints_a_node_cannot_read_is_refused(
+def test_unreadable_policy_checkpoints_are_refused(
     grpo: ModuleType, tmp_path: Path, policy: Any, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         attach(SimpleNamespace(), None, config(**policy), url="http://127.0.0.1:1", folder=tmp_path)
 
 
-def test_a_script_of_nemo_rls_runs_with_the_nodes_weights(
+def test_nemo_rl_script_uses_node_weights(
     node: WeightsNode, grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `run_grpo_nemo_gym.py` does: it imports `setup`, and trains what that returns."""
@@ -251,7 +243,9 @@ def test_a_script_of_nemo_rls_runs_with_the_nodes_weights(
         (["run.py"], {}, "POLARNODE_WEIGHTS is not set"),
     ],
 )
-def test_what_is_missing_is_named(arguments: list[str], environment: dict[str, str], sentence: str) -> None:
+def test_missing_arguments_are_named(
+    arguments: list[str], environment: dict[str, str], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         main(arguments, environment)
     assert "nemo_rl.algorithms" not in vars(nemo_rl)

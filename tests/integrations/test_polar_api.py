@@ -233,7 +233,7 @@ async def parts(tmp_path: Path) -> AsyncIterator[Parts]:
 # ── submit and poll ───────────────────────────────────────────────────────────
 
 
-async def test_a_request_is_taken_as_a_task_and_polled_to_its_end(parts: Parts) -> None:
+async def test_request_becomes_task_and_finishes(parts: Parts) -> None:
     assert await parts.client.submit(REQUEST) == "calc-7"
     assert (await parts.task("calc-7")).sampling == Sampling(**UNCUT)  # what its bridge computes logprobs for
     running = await parts.client.status("calc-7")
@@ -260,7 +260,7 @@ async def test_a_request_is_taken_as_a_task_and_polled_to_its_end(parts: Parts) 
     )
 
 
-async def test_partial_results_stand_in_the_status_while_others_run(parts: Parts) -> None:
+async def test_status_has_partial_results(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     spec = await parts.task("calc-7")
     parts.end("calc-7-1", "calc-7", 1, spec)
@@ -274,7 +274,7 @@ async def test_partial_results_stand_in_the_status_while_others_run(parts: Parts
     assert (await parts.client.status("calc-7", results="false")).results == ()
 
 
-async def test_each_field_of_a_result_says_what_polars_does(parts: Parts) -> None:
+async def test_result_fields_match_polar(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     await parts.over("calc-7")
     result = (await parts.client.status("calc-7")).results[0]
@@ -329,9 +329,7 @@ async def test_each_field_of_a_result_says_what_polars_does(parts: Parts) -> Non
         ("cancelled", "ERROR", "completed"),
     ],
 )
-async def test_every_status_has_polars_word_and_its_rows(
-    parts: Parts, status: Any, word: str, task_word: str
-) -> None:
+async def test_statuses_have_polar_words(parts: Parts, status: Any, word: str, task_word: str) -> None:
     await parts.client.submit(REQUEST)
     await parts.over(
         "calc-7",
@@ -347,7 +345,7 @@ async def test_every_status_has_polars_word_and_its_rows(
 
 
 @pytest.mark.parametrize("clock", ["turns", "repeats"])
-async def test_a_budget_of_calls_is_told_as_forks_of_polar_tell_it(parts: Parts, clock: Any) -> None:
+async def test_call_budget_uses_polar_words(parts: Parts, clock: Any) -> None:
     await parts.client.submit({**REQUEST, "max_steps": 5})
     assert (await parts.task("calc-7")).budgets.max_turns == 5
     await parts.over("calc-7", outcome=Outcome(status="timeout", clock=clock, reason="its budget is spent"))
@@ -355,7 +353,7 @@ async def test_a_budget_of_calls_is_told_as_forks_of_polar_tell_it(parts: Parts,
     assert (result.status, result.metadata["termination_reason"]) == ("TIMEOUT", "max_steps")
 
 
-async def test_early_stop_priority_and_callback_are_meant(parts: Parts) -> None:
+async def test_early_stop_priority_and_callback_apply(parts: Parts) -> None:
     more = {
         "early_stop_min_usable_sessions": 1,
         "dispatch_priority": 70,
@@ -373,7 +371,8 @@ async def test_early_stop_priority_and_callback_are_meant(parts: Parts) -> None:
     assert (await parts.task("calc-8")).priority == 0  # Polar's own, where none is said
 
 
-async def test_what_is_done_otherwise_is_said_in_the_answer_and_in_each_result(parts: Parts) -> None:
+async def test_differences_are_noted_in_results(parts: Parts) -> None:
+    """What is done otherwise is said in the answer and in each result."""
     said = await parts.client.ask(
         "POST",
         "/rollout/task/submit",
@@ -391,7 +390,8 @@ async def test_what_is_done_otherwise_is_said_in_the_answer_and_in_each_result(p
 # ── ids ───────────────────────────────────────────────────────────────────────
 
 
-async def test_the_same_request_again_is_the_same_task_and_another_body_is_a_conflict(parts: Parts) -> None:
+async def test_repeated_request_is_same_task(parts: Parts) -> None:
+    """The same request again is the same task, and another body is a conflict."""
     await parts.client.submit(REQUEST)
     await parts.client.submit(REQUEST)
     assert len(await parts.journal.tasks()) == 1
@@ -400,7 +400,7 @@ async def test_the_same_request_again_is_the_same_task_and_another_body_is_a_con
     assert (refused.value.status, type(refused.value.detail)) == (409, str)
 
 
-async def test_an_id_may_be_used_again_once_its_task_is_over(parts: Parts) -> None:
+async def test_id_is_reusable_after_task(parts: Parts) -> None:
     for run in (1, 2, 3):
         await parts.client.submit(REQUEST)
         assert (await parts.client.status("calc-7")).status == "running"
@@ -413,7 +413,8 @@ async def test_an_id_may_be_used_again_once_its_task_is_over(parts: Parts) -> No
     assert [(each["task_id"], each["status"]) for each in listed] == [("calc-7", "completed")]
 
 
-async def test_an_id_that_is_no_name_of_ours_is_called_as_its_trainer_calls_it(parts: Parts) -> None:
+async def test_foreign_id_is_answered_unchanged(parts: Parts) -> None:
+    """An id that is no name of ours is answered as its trainer wrote it."""
     odd = "task 7 äöü (copy)"
     await parts.client.submit({**REQUEST, "task_id": odd})
     assert (await parts.client.status(odd)).task_id == odd
@@ -459,9 +460,7 @@ async def test_an_id_that_is_no_name_of_ours_is_called_as_its_trainer_calls_it(p
         ),
     ],
 )
-async def test_a_request_that_can_not_be_is_refused_as_fastapi_does(
-    parts: Parts, request_: Any, loc: list[Any]
-) -> None:
+async def test_invalid_request_is_refused_like_fastapi(parts: Parts, request_: Any, loc: list[Any]) -> None:
     with pytest.raises(Refused) as refused:
         await parts.client.submit(request_)
     assert refused.value.status == 422
@@ -470,7 +469,7 @@ async def test_a_request_that_can_not_be_is_refused_as_fastapi_does(
     assert await parts.journal.tasks() == ()
 
 
-async def test_files_of_the_nodes_machine_are_read_only_where_it_opens_them(tmp_path: Path) -> None:
+async def test_only_allowed_node_files_are_read(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "notes.txt").write_text("take notes")
@@ -490,7 +489,7 @@ async def test_files_of_the_nodes_machine_are_read_only_where_it_opens_them(tmp_
                 )
 
 
-async def test_no_room_and_a_full_disk_are_said_with_their_status(parts: Parts) -> None:
+async def test_full_node_and_disk_have_statuses(parts: Parts) -> None:
     for error, status in ((Busy("no room", retry_after=3), 429), (DiskFull("full"), 507)):
         parts.plane.service.refuses = error
         with pytest.raises(Refused) as refused:
@@ -498,7 +497,7 @@ async def test_no_room_and_a_full_disk_are_said_with_their_status(parts: Parts) 
         assert (refused.value.status, refused.value.detail) == (status, str(error))
 
 
-async def test_what_is_not_there_is_404_with_a_detail(parts: Parts) -> None:
+async def test_missing_things_give_404_detail(parts: Parts) -> None:
     for method, path in (
         ("GET", "/rollout/task/none"),
         ("DELETE", "/rollout/task/none"),
@@ -512,7 +511,7 @@ async def test_what_is_not_there_is_404_with_a_detail(parts: Parts) -> None:
         assert (refused.value.status, type(refused.value.detail)) == (404, str), path
 
 
-async def test_the_token_opens_under_either_name(tmp_path: Path) -> None:
+async def test_token_is_accepted_in_three_headers(tmp_path: Path) -> None:
     async with open_parts(tmp_path, token="secret") as parts:
         password = "Basic " + b64encode(b"polar:secret").decode()  # of http://polar:secret@node:8080
         for headers in (
@@ -537,7 +536,7 @@ async def test_the_token_opens_under_either_name(tmp_path: Path) -> None:
 # ── cancel ────────────────────────────────────────────────────────────────────
 
 
-async def test_a_cancelled_task_is_failed_and_keeps_its_results(parts: Parts) -> None:
+async def test_cancelled_task_keeps_its_results(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     said = await parts.client.ask("DELETE", "/rollout/task/calc-7")
     assert (said["task_id"], said["cancelled"]) == ("calc-7", True)
@@ -548,7 +547,8 @@ async def test_a_cancelled_task_is_failed_and_keeps_its_results(parts: Parts) ->
     assert all(each.trajectory.traces for each in found.results)
 
 
-async def test_a_task_that_is_called_off_before_it_comes_is_refused_when_it_comes(parts: Parts) -> None:
+async def test_early_cancel_refuses_later_task(parts: Parts) -> None:
+    """A task that is called off before it comes is refused when it comes."""
     said = await parts.client.ask("DELETE", "/rollout/task/calc-7", register_if_missing="true")
     assert (said["status"], said["cancelled"]) == ("failed", True)
     with pytest.raises(Refused, match="409"):
@@ -567,7 +567,7 @@ DISPATCH: dict[str, Any] = {
 }
 
 
-async def test_a_session_is_dispatched_and_found_by_the_id_that_was_given(parts: Parts) -> None:
+async def test_session_is_found_by_given_id(parts: Parts) -> None:
     said = polar.read(await parts.client.ask("POST", "/sessions", body=DISPATCH), polar.Dispatched)
     assert (said.session_id, said.task_id, said.status) == ("sk-polar-1", "theirs", "REGISTERED")
     (task,) = await parts.journal.tasks()
@@ -592,7 +592,7 @@ async def test_a_session_is_dispatched_and_found_by_the_id_that_was_given(parts:
         await parts.client.ask("POST", "/sessions", body=DISPATCH)
 
 
-async def test_a_bare_session_is_a_capture_with_a_key(parts: Parts) -> None:
+async def test_bare_session_is_keyed_capture(parts: Parts) -> None:
     said = await parts.client.ask("POST", "/sessions", body={"task_id": "mine"})
     assert (said["session_id"], said["task_id"], said["status"], said["completion_count"]) == (
         "c0",
@@ -610,7 +610,7 @@ async def test_a_bare_session_is_a_capture_with_a_key(parts: Parts) -> None:
     assert (refused.value.status, refused.value.detail[0]["loc"]) == (422, ["body", "session_id"])
 
 
-async def test_one_session_of_several_is_ended_alone(parts: Parts) -> None:
+async def test_one_session_is_ended_alone(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     await parts.client.ask("DELETE", "/sessions/calc-7-1")
     assert parts.ended == ["calc-7-1"]
@@ -620,7 +620,7 @@ async def test_one_session_of_several_is_ended_alone(parts: Parts) -> None:
     assert "alone" not in parts.plane.service.live
 
 
-async def test_sessions_under_way_are_listed_with_their_words(parts: Parts) -> None:
+async def test_running_sessions_are_listed_with_status(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     for index, phase in enumerate(("run", "init")):
         parts.sessions.append(glance(f"calc-7-{index}", phase))
@@ -644,7 +644,7 @@ def glance(session_id: str, phase: Any) -> LiveSessionStatus:
     )
 
 
-async def test_completions_hold_each_calls_conversation_and_ids(parts: Parts) -> None:
+async def test_completions_have_conversation_and_ids(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     await parts.over("calc-7")
     said = await parts.client.ask("GET", "/sessions/calc-7-0/completions")
@@ -667,7 +667,7 @@ async def test_completions_hold_each_calls_conversation_and_ids(parts: Parts) ->
 # ── the node ──────────────────────────────────────────────────────────────────
 
 
-async def test_the_node_is_polars_one_node(parts: Parts) -> None:
+async def test_node_is_listed_like_polars(parts: Parts) -> None:
     (info,) = [polar.read(each, polar.NodeInfo) for each in await parts.client.ask("GET", "/nodes")]
     assert (info.node_id, info.max_run_workers, info.healthy, info.gateway_url) == (
         "n0",
@@ -693,7 +693,7 @@ async def test_the_node_is_polars_one_node(parts: Parts) -> None:
     )
 
 
-async def test_generation_is_held_and_let_go(parts: Parts) -> None:
+async def test_generation_pauses_and_resumes(parts: Parts) -> None:
     for method, path, paused in (
         ("GET", "status", False),
         ("POST", "pause", True),
@@ -704,7 +704,7 @@ async def test_generation_is_held_and_let_go(parts: Parts) -> None:
         assert (found.paused, found.drained, found.policy_version) == (paused, True, "v3")
 
 
-async def test_calls_that_wait_for_a_pause_to_end_are_not_in_flight(parts: Parts) -> None:
+async def test_calls_awaiting_resume_are_not_inflight(parts: Parts) -> None:
     """Polar's bridge stops its trainer at a pause that leaves calls in flight."""
     parts.plane.service.hosts = (
         HostStatistics(
@@ -721,7 +721,7 @@ async def test_calls_that_wait_for_a_pause_to_end_are_not_in_flight(parts: Parts
         assert (found.paused, found.drained, found.inflight, found.held) == (paused, paused, inflight, held)
 
 
-async def test_generation_of_all_gateways_is_held_and_let_go(parts: Parts) -> None:
+async def test_all_gateways_pause_and_resume(parts: Parts) -> None:
     paused = polar.read(
         await parts.client.ask("POST", "/rollout/admin/inference/pause", timeout_seconds=300.0),
         polar.AllPaused,
@@ -733,7 +733,7 @@ async def test_generation_of_all_gateways_is_held_and_let_go(parts: Parts) -> No
     assert [each.response["paused"] for each in resumed.nodes] == [False]
 
 
-async def test_a_policy_version_that_is_not_sampled_from_is_not_acknowledged(parts: Parts) -> None:
+async def test_unsampled_policy_version_is_not_acknowledged(parts: Parts) -> None:
     for served, acknowledged in (("v3", False), ("7", False), ("12", True)):
         parts.plane.service.version = served
         found = polar.read(
@@ -748,7 +748,7 @@ async def test_a_policy_version_that_is_not_sampled_from_is_not_acknowledged(par
     assert (refused.value.status, refused.value.detail[0]["loc"]) == (422, ["query", "version"])
 
 
-async def test_tasks_are_listed_by_status_harness_and_time(parts: Parts) -> None:
+async def test_tasks_filter_by_status_harness_time(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     await parts.client.submit({**REQUEST, "task_id": "b", "agent": {"harness": "claude_code"}})
     await parts.over("b")
@@ -767,7 +767,7 @@ async def test_tasks_are_listed_by_status_harness_and_time(parts: Parts) -> None
         await ids(limit=0)
 
 
-async def test_events_tell_what_sessions_do(parts: Parts) -> None:
+async def test_events_follow_sessions(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     spec = await parts.task("calc-7")
     async with open_exchange(parts.plane.url, "GET", "/events", {}, {}) as exchange:
@@ -788,7 +788,7 @@ async def test_events_tell_what_sessions_do(parts: Parts) -> None:
         assert (await reader.next())[1]["status"] == "COMPLETED"
 
 
-async def test_events_outlive_log_away(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_survive_missing_log(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     await parts.client.submit(REQUEST)
     parts.sessions.append(glance("calc-7-0", "run"))
     session, asked = SqliteLog.session, trio.Event()

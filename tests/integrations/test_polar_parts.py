@@ -54,7 +54,7 @@ def test_two_ids_are_two_names(one: str, other: str) -> None:
     assert (task_name(one) == task_name(other)) == (one == other)
 
 
-def test_a_name_that_can_be_ours_is_kept() -> None:
+def test_valid_name_is_kept() -> None:
     assert [task_name(each) for each in ("django__django-11099", "12-3", "a.b:c")] == [
         "django__django-11099",
         "12-3",
@@ -76,7 +76,7 @@ def test_a_name_that_can_be_ours_is_kept() -> None:
         (JournalError("x"), 500),
     ],
 )
-async def test_a_refusal_keeps_its_status(error: PolarnodeError, status: int) -> None:
+async def test_refusal_keeps_its_status(error: PolarnodeError, status: int) -> None:
     said = answers.refusal(error)
     assert (said.status_code, json.loads(await said.get_data())) == (status, {"detail": "x"})
     assert said.headers.get("Retry-After") == ("3" if isinstance(error, Busy) else None)
@@ -92,7 +92,7 @@ async def test_a_refusal_keeps_its_status(error: PolarnodeError, status: int) ->
         ("?limit", ["query", "limit"]),
     ],
 )
-async def test_a_field_is_named_as_fastapi_names_it(path: str | None, loc: list[Any]) -> None:
+async def test_field_is_named_like_fastapi(path: str | None, loc: list[Any]) -> None:
     said = answers.refusal(Refused("x", path=path))
     assert (said.status_code, json.loads(await said.get_data())["detail"]) == (
         422,
@@ -100,14 +100,14 @@ async def test_a_field_is_named_as_fastapi_names_it(path: str | None, loc: list[
     )
 
 
-def test_a_moment_is_written_as_polar_writes_it() -> None:
+def test_moment_has_polar_format() -> None:
     assert answers.moment(0.5) == "1970-01-01T00:00:00.500000+00:00"
 
 
 # ── what a request may read of the node's machine ─────────────────────────────
 
 
-def test_a_request_of_words_alone_needs_no_folder() -> None:
+def test_request_without_files_needs_no_folder() -> None:
     found = convert_request(
         {**REQUEST, "callback_url": "http://127.0.0.1:9/x", "early_stop_min_usable_sessions": 1}, volumes=()
     )
@@ -140,7 +140,7 @@ def test_a_request_of_words_alone_needs_no_folder() -> None:
         {"evaluator": {"strategy": "harbor", "config": {"tests_dir": "FOLDER"}}},
     ],
 )
-def test_a_path_outside_of_what_the_node_opens_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_path_outside_volumes_is_refused(tmp_path: Path, more: dict[str, Any]) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "closed" / "skill").mkdir(parents=True)
     (tmp_path / "closed" / "secret").write_text("secret")
@@ -153,7 +153,7 @@ def test_a_path_outside_of_what_the_node_opens_is_refused(tmp_path: Path, more: 
         assert convert_request(said, volumes=(str(tmp_path / "closed"),))
 
 
-def test_a_skill_that_leads_out_is_refused(tmp_path: Path) -> None:
+def test_skill_leading_outside_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open" / "skill").mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "open" / "skill" / "SKILL.md").symlink_to(tmp_path / "secret")
@@ -175,7 +175,7 @@ async def whole(journal: Journal, task_id: str, **more: Any) -> Any:
     )
 
 
-async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> None:
+async def test_results_are_json_for_any_count(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(
             journal, make_spec(num_samples=2), task_id="t", session_ids=("a", "b"), idempotency_key=None
@@ -197,7 +197,7 @@ async def test_results_are_whole_json_with_none_one_and_some(tmp_path: Path) -> 
         assert result_head(task) == {"task_id": "t", "status": "completed"}
 
 
-async def test_a_session_that_was_pruned_says_so(tmp_path: Path) -> None:
+async def test_pruned_session_is_reported(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
         await journal.flush()
@@ -216,9 +216,7 @@ async def test_a_session_that_was_pruned_says_so(tmp_path: Path) -> None:
         assert "retention" in gone["error"]
 
 
-async def test_a_session_that_cannot_be_written_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unencodable_session_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise RecursionError("maximum recursion depth exceeded")
 
@@ -236,7 +234,7 @@ async def test_a_session_that_cannot_be_written_says_so(
 # ── the rest ──────────────────────────────────────────────────────────────────
 
 
-def test_polars_own_numbers() -> None:
+def test_constants_match_polar() -> None:
     assert (tasks.MOST_TASKS, gateway.SHOWN, gateway.HEARTBEAT_INTERVAL_S, completions.PING_INTERVAL_S) == (
         1000,
         200,
@@ -245,7 +243,7 @@ def test_polars_own_numbers() -> None:
     )
 
 
-def test_a_call_whose_forerunner_is_not_kept_has_no_prompt_ids() -> None:
+def test_call_without_predecessor_lacks_prompt_ids() -> None:
     first, second = (evolve(make_turn("a", index), prompt_length=4 + 7 * index) for index in range(2))
     there = completions.completion_json(second, {0: first, 1: second}, model="tiny", requested=None)
     gone = completions.completion_json(second, {1: second}, model="tiny", requested=None)
@@ -257,7 +255,7 @@ def prompt_of(said: Any) -> Any:
     return said["response"]["choices"][0]["input_token_ids"]
 
 
-def test_only_sessions_that_are_not_over_are_live() -> None:
+def test_only_unfinished_sessions_are_live() -> None:
     every = [
         LiveSessionStatus(
             session_id=name,

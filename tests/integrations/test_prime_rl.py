@@ -27,7 +27,7 @@ def rows(episode: Any) -> list[list[int]]:
     ]
 
 
-def test_each_row_is_a_branch_and_each_session_one_trace(found: Any) -> None:
+def test_row_is_branch_session_is_trace(found: Any) -> None:
     episodes = found["episodes"]
     assert rows(episodes["one"]) == [[20, 21, 22, 23, 24]]
     assert rows(episodes["two"]) == [[20, 21], [40]]
@@ -48,7 +48,7 @@ def test_ids_and_logprobs_are_the_engines(found: Any) -> None:
     assert found["episodes"]["one"]["output_tokens"] == 5
 
 
-def test_a_rollout_that_looped_is_truncated_and_trained(found: Any) -> None:
+def test_looped_rollout_is_truncated_and_trained(found: Any) -> None:
     """verifiers counts as truncated only the limits whose names it knows."""
     looped = found["episodes"]["looped"]
     assert (looped["ok"], looped["truncated"]) == (True, ["max_turns", True])
@@ -57,14 +57,14 @@ def test_a_rollout_that_looped_is_truncated_and_trained(found: Any) -> None:
     assert found["episodes"]["one"]["truncated"][1] is False
 
 
-def test_a_teachers_logprobs_are_the_references_of_a_sample(found: Any) -> None:
+def test_teacher_logprobs_become_references(found: Any) -> None:
     """prime-rl 559b44772, `trace_to_samples` (orchestrator/trajectories.py): `ref_logprobs` is the branch's."""
     [branch] = found["episodes"]["taught"]["branches"]
     assert branch["reference"] == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
     assert [each["reference"] for each in found["episodes"]["two"]["branches"]] == [None, None]
 
 
-def test_versions_are_in_the_traces_info(found: Any) -> None:
+def test_versions_are_in_trace_info(found: Any) -> None:
     assert found["episodes"]["two"]["info"]["polarnode"]["versions"] == [["7"], ["8"]]
 
 
@@ -76,9 +76,7 @@ def test_versions_are_in_the_traces_info(found: Any) -> None:
         ("wrong", "HarnessError: harness 'polarnode': Refused: budgets.run_s must be"),
     ],
 )
-def test_a_session_without_a_verdict_is_an_error_and_never_a_reward_of_0(
-    found: Any, name: str, error: str
-) -> None:
+def test_session_without_verdict_is_error(found: Any, name: str, error: str) -> None:
     """prime-rl leaves traces with an error out of their group's mean and out of its batch."""
     episode = found["episodes"][name]
     assert not episode["ok"]
@@ -86,11 +84,11 @@ def test_a_session_without_a_verdict_is_an_error_and_never_a_reward_of_0(
     assert episode["branches"] == []
 
 
-def test_a_task_has_the_trainers_sampling(found: Any) -> None:
+def test_task_has_trainer_sampling(found: Any) -> None:
     assert found["tasks"][0] == ["one", 1, 0.5, 64, 0.0]
 
 
-def test_a_broadcast_is_served_as_a_version(found: Any) -> None:
+def test_broadcast_is_served_as_version(found: Any) -> None:
     version, mode, files = found["served"][0]
     assert (version, mode) == ("r-step_3-1700000000", "in_place")
     assert {"STABLE", "config.json"} <= set(files)
@@ -102,7 +100,7 @@ def test_a_broadcast_is_served_as_a_version(found: Any) -> None:
     assert 'weight_broadcast.type = \\"filesystem\\"' in answers[6][1]
 
 
-def test_a_broadcast_of_lora_is_a_version_of_its_adapter_in_pefts_names(found: Any) -> None:
+def test_lora_broadcast_becomes_adapter_version(found: Any) -> None:
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     names = [f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"]
     assert found["served"][1:] == [["r-step_3-1700000000", "a", names, 8]]

@@ -50,7 +50,7 @@ def settings_of(node: Node) -> PluginSettings:
 # ── settings ──────────────────────────────────────────────────────────────────
 
 
-def test_a_trainers_configuration_overrides_the_environment(tmp_path: Path) -> None:
+def test_trainer_configuration_overrides_environment(tmp_path: Path) -> None:
     (tmp_path / "task.toml").write_text('harness = { name = "pi" }\n')
     settings = plugin_settings(
         {"url": "http://10.0.0.7:8080", "run": None, "task": str(tmp_path / "task.toml")},
@@ -79,7 +79,7 @@ def test_a_wrong_setting_is_named(given: dict[str, Any], path: str, word: str) -
 # ── a row's task ──────────────────────────────────────────────────────────────
 
 
-def test_a_rows_own_task_is_merged_over_the_template() -> None:
+def test_row_task_overrides_the_template() -> None:
     settings = PluginSettings(template=HARNESS | {"budgets": {"run_s": 60, "max_turns": 5}}, run="r")
     own = {"instruction": "do it", "budgets": {"run_s": 90}}
     spec = task_of(settings, {"extra_info": {"polarnode": json.dumps(own)}, "prompt": "unused"}, samples=3)
@@ -89,7 +89,7 @@ def test_a_rows_own_task_is_merged_over_the_template() -> None:
     assert spec.task_id.startswith("r-")
 
 
-def test_a_table_gives_nulls_and_numpys_arrays() -> None:
+def test_tables_give_nulls_and_arrays() -> None:
     """As pandas reads a Parquet file: absent fields of an object are None, lists are arrays."""
     own = {
         "instruction": "do it",
@@ -111,17 +111,17 @@ def test_a_table_gives_nulls_and_numpys_arrays() -> None:
         {"prompt": "", "question": "fix it"},
     ],
 )
-def test_a_prompt_is_the_instruction(row: dict[str, Any]) -> None:
+def test_prompt_becomes_the_instruction(row: dict[str, Any]) -> None:
     assert task_of(PluginSettings(template=HARNESS), row).instruction == "fix it"
 
 
-def test_the_trainers_sampling_comes_last() -> None:
+def test_trainer_sampling_comes_last() -> None:
     settings = PluginSettings(template=HARNESS | {"sampling": {"temperature": 0.2, "max_tokens": 9}})
     sampling = task_of(settings, {"prompt": "x"}, sampling={"temperature": 1.0, "top_k": None}).sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.top_k) == (1.0, 9, -1)
 
 
-def test_a_harness_moves_no_logprob() -> None:
+def test_harness_sampling_changes_no_logprob() -> None:
     """With what the trainer's and the task's sampling leave out, also where a trainer names none."""
     asked = Sampling(
         temperature=0.0, top_p=0.5, top_k=2, min_p=0.1, stop=("x",),
@@ -142,7 +142,7 @@ def test_a_harness_moves_no_logprob() -> None:
     [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("frequency_penalty", 1.0), ("repetition_penalty", 1.1)],
 )
 @pytest.mark.parametrize("place", ["template", "row"])
-def test_a_tasks_own_cut_is_refused(name: str, value: float, place: str) -> None:
+def test_own_sampling_cut_is_refused(name: str, value: float, place: str) -> None:
     own = {"sampling": {name: value}}
     settings = PluginSettings(template=HARNESS | (own if place == "template" else {}))
     row = {"prompt": "x", "polarnode": own if place == "row" else {}}
@@ -165,14 +165,14 @@ def test_a_tasks_own_cut_is_refused(name: str, value: float, place: str) -> None
         ({"prompt": "x"}, HARNESS | {"num_samples": 1, "group": {"fork": {}}}, "$.num_samples"),
     ],
 )
-def test_a_row_that_is_no_task_is_refused(row: dict[str, Any], template: Any, path: str) -> None:
+def test_invalid_row_is_refused_with_path(row: dict[str, Any], template: Any, path: str) -> None:
     with pytest.raises(Refused) as refused:
         task_of(PluginSettings(template=template), row)
     assert refused.value.path == path
 
 
 @pytest.mark.parametrize("group", [{"drop_uniform_reward": True}, {"early_stop_min": 4}, {"min_usable": 2}])
-def test_settings_of_groups_need_a_group(group: dict[str, Any]) -> None:
+def test_group_settings_need_a_group(group: dict[str, Any]) -> None:
     """Where a sample is a task of its own they would do nothing, or drop every sample."""
     settings = PluginSettings(template={**HARNESS, "group": group})
     [name] = group
@@ -198,7 +198,7 @@ def test_settings_of_groups_need_a_group(group: dict[str, Any]) -> None:
         (GroupSpec(drop_uniform_reward=True), "was dropped: uniform reward"),
     ],
 )
-def test_only_gives_no_session_that_its_task_forbids(spec: GroupSpec, why: str) -> None:
+def test_unusable_session_is_not_given(spec: GroupSpec, why: str) -> None:
     session = evolve(one_row(), staleness=1)
     group = judged(spec, [facts_of(session)], task_id="t", group_id="g").holding([session])
     with pytest.raises(SessionLost, match=why):
@@ -206,7 +206,7 @@ def test_only_gives_no_session_that_its_task_forbids(spec: GroupSpec, why: str) 
     assert only(evolve(group, state="complete", members=())) == session
 
 
-def test_a_kept_group_is_judged_when_it_is_taken() -> None:
+def test_kept_group_is_judged_when_taken() -> None:
     """As slime's groups are that ended in an earlier call: its oldest trained token is of version 7."""
     session = evolve(one_row(), staleness=1)
     spec = GroupSpec(max_staleness=1)
@@ -228,7 +228,7 @@ def test_a_kept_group_is_judged_when_it_is_taken() -> None:
     assert anyio.run(taken).usable == ()
 
 
-def test_a_tree_is_refused_where_the_trainer_has_flat_groups() -> None:
+def test_tree_is_refused_for_flat_groups() -> None:
     template = HARNESS | {"group": {"fork": {"per_session": 3}}}
     with pytest.raises(Refused, match="compares each session with the mean of its group") as refused:
         task_of(PluginSettings(template=template), {"prompt": "x"}, samples=8)
@@ -239,7 +239,7 @@ def test_a_tree_is_refused_where_the_trainer_has_flat_groups() -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_group_comes_with_all_its_trajectories(node: Node, backend: str) -> None:
+def test_group_has_all_its_trajectories(node: Node, backend: str) -> None:
     async def main() -> None:
         async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
 
@@ -254,7 +254,7 @@ def test_a_group_comes_with_all_its_trajectories(node: Node, backend: str) -> No
     anyio.run(main, backend=backend)
 
 
-def test_a_session_that_its_teacher_did_not_score_is_not_usable(node: Node) -> None:
+def test_session_without_teacher_scores_is_unusable(node: Node) -> None:
     async def main() -> None:
         async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
 
@@ -279,7 +279,7 @@ def test_a_session_that_its_teacher_did_not_score_is_not_usable(node: Node) -> N
     assert [member.why for member in taught(half).members] == [None, "lost: no logprobs of its teacher", None]
 
 
-def test_a_lost_session_is_no_reward(node: Node) -> None:
+def test_lost_session_is_no_reward(node: Node) -> None:
     async def main() -> None:
         async with NodeRollouts(settings_of(node)) as rollouts, anyio.create_task_group() as tasks:
 
@@ -294,7 +294,7 @@ def test_a_lost_session_is_no_reward(node: Node) -> None:
     anyio.run(main)
 
 
-def test_a_cancelled_caller_cancels_its_task(node: Node) -> None:
+def test_cancelled_caller_cancels_its_task(node: Node) -> None:
     async def main() -> None:
         async with NodeRollouts(settings_of(node)) as rollouts:
             async with anyio.create_task_group() as tasks:
@@ -307,7 +307,8 @@ def test_a_cancelled_caller_cancels_its_task(node: Node) -> None:
     anyio.run(main)
 
 
-def test_blocking_rollouts_are_in_order_and_work_inside_a_loop(node: Node) -> None:
+def test_blocking_rollouts_stay_in_order(node: Node) -> None:
+    """Blocking rollouts are in order, and work inside a running event loop."""
     specs = [make_spec(task_id=name, num_samples=1) for name in ("b", "a")]
 
     async def main() -> None:
@@ -330,7 +331,7 @@ def test_blocking_rollouts_are_in_order_and_work_inside_a_loop(node: Node) -> No
     anyio.run(inside)
 
 
-def test_one_refused_task_ends_the_others(node: Node) -> None:
+def test_refused_task_ends_the_others(node: Node) -> None:
     first, second = make_spec(task_id="t", num_samples=1), make_spec(task_id="u", num_samples=1)
     with open_client("sync", node.url, token="secret") as client:
         client.submit(make_spec(task_id="u", num_samples=2))
@@ -341,7 +342,7 @@ def test_one_refused_task_ends_the_others(node: Node) -> None:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_more_tasks_than_a_node_serves_streams(tmp_path: Path, backend: str) -> None:
+def test_many_tasks_share_one_stream(tmp_path: Path, backend: str) -> None:
     """A trainer that submits each sample has thousands in progress. They end in another order, and whoever
     reads for the others is cancelled again and again.
     """
@@ -373,7 +374,7 @@ def test_more_tasks_than_a_node_serves_streams(tmp_path: Path, backend: str) -> 
         anyio.run(main, node, backend=backend)
 
 
-def test_a_task_that_ended_long_ago_is_found(node: Node) -> None:
+def test_task_ended_long_ago_is_found(node: Node) -> None:
     spec = make_spec(task_id="old", num_samples=1)
 
     async def main() -> None:
@@ -386,7 +387,7 @@ def test_a_task_that_ended_long_ago_is_found(node: Node) -> None:
     anyio.run(main)
 
 
-def test_a_node_that_dies_fails_all_that_wait_once(tmp_path: Path) -> None:
+def test_dead_node_fails_all_at_once(tmp_path: Path) -> None:
     """Not one after another, each with its own patience."""
 
     async def main(node: Node, gone: Callable[[], None]) -> None:
@@ -433,7 +434,7 @@ class OnlyAGap:
         """Nothing is open."""
 
 
-def test_a_group_among_events_that_are_pruned_is_found(node: Node) -> None:
+def test_group_among_pruned_events_is_found(node: Node) -> None:
     """Whoever waits asks for its own task."""
 
     async def main() -> None:

@@ -59,7 +59,7 @@ async def state(plane: Plane) -> tuple[Any, ...]:
     return told["version"], told["updating"], told["paused"]
 
 
-async def test_slimes_buckets_are_one_version_served_when_generation_continues(tmp_path: Path) -> None:
+async def test_slime_buckets_become_one_version(tmp_path: Path) -> None:
     async with opened(tmp_path) as plane:
         await asked(plane, "/pause_generation")
         assert await state(plane) == ("0", None, "retract")
@@ -77,9 +77,10 @@ async def test_slimes_buckets_are_one_version_served_when_generation_continues(t
         assert (await sample(plane.engines, order([1])))[-1].version_spans[0].version == "1"
 
 
-async def test_a_trainer_that_hangs_up_while_generation_continues_leaves_no_agent_waiting(
+async def test_trainer_hangup_while_resuming(
     tmp_path: Path,
 ) -> None:
+    """A trainer that hangs up while generation continues leaves no agent waiting."""
     async with opened(tmp_path) as plane:
         updates = NeverServed(
             weights=plane.weights, control=EngineControl(weights=plane.weights, keeps=False)
@@ -100,7 +101,7 @@ class NeverServed(SglangUpdates):
         await trio.sleep_forever()
 
 
-async def test_a_trainer_that_starts_again_counts_from_one_again(tmp_path: Path) -> None:
+async def test_restarted_trainer_counts_from_one(tmp_path: Path) -> None:
     """slime and AReaL do; a name is never given to other weights."""
     async with opened(tmp_path) as plane:
         await slimes(plane, "1")
@@ -113,7 +114,7 @@ async def test_a_trainer_that_starts_again_counts_from_one_again(tmp_path: Path)
         assert plane.engines.versions[-1] == "2"
 
 
-async def test_weights_without_a_version_get_one_of_their_own(tmp_path: Path) -> None:
+async def test_unnamed_weights_get_own_version(tmp_path: Path) -> None:
     """AReaL names none: pause_generation twice, buckets, continue_generation (sglang_remote.py at
     cbff54d64).
     """
@@ -131,7 +132,7 @@ async def test_weights_without_a_version_get_one_of_their_own(tmp_path: Path) ->
         assert plane.engines.versions == ("0", "unnamed-1", "unnamed-2", "unnamed-3")
 
 
-async def test_mileses_session_of_buckets(tmp_path: Path) -> None:
+async def test_miles_session_of_buckets(tmp_path: Path) -> None:
     """miles/backends/megatron_utils/update_weight/update_weight_from_distributed/mixin.py at 31f1ca961; a
     restarted one too.
     """
@@ -149,7 +150,7 @@ async def test_mileses_session_of_buckets(tmp_path: Path) -> None:
             assert await state(plane) == (served, None, None)
 
 
-async def test_slimes_checkpoint_is_served_under_its_version(tmp_path: Path) -> None:
+async def test_slime_checkpoint_keeps_its_version(tmp_path: Path) -> None:
     """slime/ray/actor_group.py at 624b824a8; its answer is read by `get_weight_version`."""
     async with opened(tmp_path) as plane:
         body = {"model_path": str(TINY_MODEL), "weight_version": "7"}
@@ -170,7 +171,7 @@ async def test_slimes_checkpoint_is_served_under_its_version(tmp_path: Path) -> 
         assert await state(plane) == ("7", None, None)
 
 
-async def test_what_fails_leaves_the_weights_before(tmp_path: Path) -> None:
+async def test_failure_keeps_previous_weights(tmp_path: Path) -> None:
     async with opened(tmp_path) as plane:
         await slimes(plane, "1")
         await asked(plane, "/pause_generation")
@@ -187,9 +188,7 @@ async def test_what_fails_leaves_the_weights_before(tmp_path: Path) -> None:
         assert plane.engines.versions == ("0", "1", "2")
 
 
-async def test_a_trainer_that_is_silent_for_too_long_is_answered_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_silent_trainer_gets_timeout_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights_module, "IDLE_S", 0.3)
     async with opened(tmp_path) as plane:
         await asked(plane, "/pause_generation")
@@ -201,7 +200,7 @@ async def test_a_trainer_that_is_silent_for_too_long_is_answered_so(
         assert await state(plane) == ("0", None, None)  # and agents go on
 
 
-async def test_groups_are_joined_and_left_as_slime_does(tmp_path: Path) -> None:
+async def test_groups_joined_and_left_like_slime(tmp_path: Path) -> None:
     """One group for each pipeline stage, and again under its name after a restart of the trainer."""
     async with opened(tmp_path) as plane:
         for stage in (0, 1, 1):
@@ -229,14 +228,14 @@ async def test_groups_are_joined_and_left_as_slime_does(tmp_path: Path) -> None:
         assert (await plane.node.post("/init_weights_update_group", bad)).status == 400
 
 
-async def test_memory_that_is_not_lent_leaves_generation_as_it_was(tmp_path: Path) -> None:
+async def test_refused_memory_release_changes_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path) as plane:
         refused = await plane.node.post("/release_memory_occupation", {"tags": ["kv_cache"]})
         assert (refused.status, "no memory to give back" in refused.text) == (409, True)
         assert await state(plane) == ("0", None, None)
 
 
-async def test_what_slime_asks_an_external_engine(tmp_path: Path) -> None:
+async def test_server_info_that_slime_reads(tmp_path: Path) -> None:
     """Its `discover_external_engines` and `_sanity_check_server_args` read these (external.py,
     sglang_engine.py at 624b824a8).
     """
@@ -257,14 +256,14 @@ async def test_what_slime_asks_an_external_engine(tmp_path: Path) -> None:
         assert (await plane.node.get("/health_generate")).status == 200
 
 
-async def test_what_a_node_does_not_do_is_answered_with_a_sentence(tmp_path: Path) -> None:
+async def test_unsupported_requests_get_a_sentence(tmp_path: Path) -> None:
     async with opened(tmp_path) as plane:
         for path, sentence in REFUSED.items():
             refused = await plane.node.post(path, {"text": "x"})
             assert (refused.status, refused.json()) == (400, {"success": False, "message": sentence})
 
 
-async def test_the_token_is_asked_for_and_may_be_a_password(tmp_path: Path) -> None:
+async def test_token_may_be_a_password(tmp_path: Path) -> None:
     """What `requests` sends from a .netrc, and aiohttp from http://any:token@host."""
     async with opened(tmp_path) as plane:
         node = plane.node

@@ -13,11 +13,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_prompts_trajectories_are_a_task(made: dict[str, Any]) -> None:
+def test_prompt_trajectories_are_one_task(made: dict[str, Any]) -> None:
     assert made["step_wise"]["task"] == ["10", 3, 3, 0.7, 64, 0.0]
 
 
-def test_lost_sessions_are_left_out_of_a_step_wise_batch(made: dict[str, Any]) -> None:
+def test_lost_sessions_leave_step_wise_batch(made: dict[str, Any]) -> None:
     """A prompt of which nothing is left keeps its place, because SkyRL counts prompts; its rows are masked."""
     said = made["step_wise"]
     assert said["ids"] == ["10_0", "10_1", "10_1", "11_0", "11_0", "11_1", "11_1", "12_0", "12_1", "12_2"]
@@ -25,14 +25,14 @@ def test_lost_sessions_are_left_out_of_a_step_wise_batch(made: dict[str, Any]) -
     assert said["metrics"] == {"generate/polarnode_masked_rows": 3}
 
 
-def test_the_rows_of_a_session_have_its_advantage(made: dict[str, Any]) -> None:
+def test_session_rows_share_its_advantage(made: dict[str, Any]) -> None:
     """Rewards 1 and 0, and 0.5 and -1: two sessions a group, however many rows. A lineage's 5 is not used."""
     said = made["step_wise"]
     better, worse = [0.7071], [-0.7071]
     assert said["advantages"] == [better, worse, worse, better, better, worse, worse, [], [], []]
 
 
-def test_a_lost_session_moves_no_baseline(made: dict[str, Any]) -> None:
+def test_lost_session_moves_no_baseline(made: dict[str, Any]) -> None:
     """SkyRL wants a row for each sample: one token, masked, with the mean reward of the others."""
     said = made["rows"]
     assert said["ids"] == ["10_0", "10_1", "10_2", "11_0", "11_1", "11_2"]
@@ -42,7 +42,7 @@ def test_a_lost_session_moves_no_baseline(made: dict[str, Any]) -> None:
     assert first == -second > 0
 
 
-def test_a_lone_survivor_has_advantage_zero(made: dict[str, Any]) -> None:
+def test_lone_survivor_has_advantage_zero(made: dict[str, Any]) -> None:
     """SkyRL takes the reward itself where a trajectory has no other: beside it stands a masked row of its reward."""
     lone, evaluated, row = made["lone"]
     assert lone["ids"] == ["10_0", "10_2", "10_2"]
@@ -52,13 +52,13 @@ def test_a_lone_survivor_has_advantage_zero(made: dict[str, Any]) -> None:
     assert row["advantages"] == [[], [], [0.0]]
 
 
-def test_the_node_masks_what_a_budget_ended(made: dict[str, Any]) -> None:
+def test_budget_ended_sessions_are_masked(made: dict[str, Any]) -> None:
     plain, masked = made["truncated"]
     assert plain["stops"] == masked["stops"] == ["stop", "length"]
     assert (plain["trained"], masked["trained"]) == ([5, 5], [5, 0])
 
 
-def test_settings_of_skyrls_generator_are_refused(made: dict[str, Any]) -> None:
+def test_generator_settings_are_refused(made: dict[str, Any]) -> None:
     overlong, zero, replace, filtered = made["unused"]
     assert "generator.apply_overlong_filtering would do nothing" in overlong
     assert "polarnode.mask_truncated=true" in overlong
@@ -67,7 +67,7 @@ def test_settings_of_skyrls_generator_are_refused(made: dict[str, Any]) -> None:
     assert filtered == ""
 
 
-def test_each_steps_weights_go_to_the_node(made: dict[str, Any]) -> None:
+def test_each_step_updates_node_weights(made: dict[str, Any]) -> None:
     said = made["weights"]
     assert said["exported"] == ["policy", "tokenizer"]
     _, version, _ = said["pushed"]
@@ -77,7 +77,7 @@ def test_each_steps_weights_go_to_the_node(made: dict[str, Any]) -> None:
     assert said["left"] == []
 
 
-def test_a_policy_with_lora_is_an_adapter_that_the_tasks_name(made: dict[str, Any]) -> None:
+def test_lora_policy_becomes_named_adapter(made: dict[str, Any]) -> None:
     name, version, tensors, rank = made["weights"]["adapter"]
     assert (name, version[-2:], rank, len(tensors)) == ("r", "-4", 2, 8)
     assert all(

@@ -240,9 +240,7 @@ def rollout(args: Any, prompts: Any) -> Any:
 # ── training ──────────────────────────────────────────────────────────────────
 
 
-def test_a_batch_has_a_list_for_each_session_and_keeps_groups(
-    package: str, playing: Callable[[Play], list[TaskSpec]]
-) -> None:
+def test_batch_lists_sessions_in_groups(package: str, playing: Callable[[Play], list[TaskSpec]]) -> None:
     seen = playing(lambda spec: [one_row(), session_of_two_rows()])
     output, _ = rollout(arguments(), ["a", "b", "never"])
     assert [[len(session) for session in group] for group in output.samples] == [[1, 2], [1, 2]]
@@ -267,7 +265,7 @@ def test_a_batch_has_a_list_for_each_session_and_keeps_groups(
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
 @pytest.mark.usefixtures("package")
-def test_lost_sessions_are_stand_ins_and_lost_groups_run_again(
+def test_lost_sessions_have_stand_ins(
     playing: Callable[[Play], list[TaskSpec]],
 ) -> None:
     """A session that the machine lost is no reward of 0, and neither is its group."""
@@ -294,7 +292,7 @@ def test_lost_sessions_are_stand_ins_and_lost_groups_run_again(
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
 @pytest.mark.usefixtures("package")
-def test_groups_that_teach_nothing_are_replaced_by_the_next_rows(
+def test_uninformative_groups_are_replaced(
     playing: Callable[[Play], list[TaskSpec]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filters = ModuleType("filters")
@@ -322,9 +320,7 @@ def test_groups_that_teach_nothing_are_replaced_by_the_next_rows(
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
 @pytest.mark.usefixtures("package")
-def test_groups_ahead_stay_in_progress_between_calls(
-    node: Node, playing: Callable[[Play], list[TaskSpec]]
-) -> None:
+def test_groups_stay_in_progress_between_calls(node: Node, playing: Callable[[Play], list[TaskSpec]]) -> None:
     open_ = threading.Event()
     seen = playing(
         lambda spec: [one_row(), one_row()] if spec.instruction != "slow" or open_.is_set() else []
@@ -342,9 +338,7 @@ def test_groups_ahead_stay_in_progress_between_calls(
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
 @pytest.mark.usefixtures("package")
-def test_groups_in_progress_end_with_the_trainer(
-    node: Node, playing: Callable[[Play], list[TaskSpec]]
-) -> None:
+def test_trainer_exit_ends_running_groups(node: Node, playing: Callable[[Play], list[TaskSpec]]) -> None:
     playing(lambda spec: [] if spec.instruction == "slow" else [one_row(), one_row()])
     args = arguments(rollout_batch_size=1, over_sampling_batch_size=2)
     plugin.generate_rollout(args, 0, DataSource(iter(["slow", "a", "b"])))
@@ -373,7 +367,7 @@ def test_groups_in_progress_end_with_the_trainer(
     ],
 )
 @pytest.mark.usefixtures("package")
-def test_an_argument_that_would_be_ignored_is_refused(more: dict[str, Any], path: str, word: str) -> None:
+def test_ignored_argument_is_refused(more: dict[str, Any], path: str, word: str) -> None:
     with pytest.raises(Refused, match=word) as refused:
         plugin.generate_rollout(arguments(**more), 0, DataSource(iter(["a"])))
     assert refused.value.path == path
@@ -384,7 +378,7 @@ def test_an_argument_that_would_be_ignored_is_refused(more: dict[str, Any], path
 
 @pytest.mark.parametrize("package", ["slime"], indirect=True)
 @pytest.mark.usefixtures("package")
-def test_an_evaluation_counts_sessions_and_leaves_out_what_was_not_scored(
+def test_evaluation_skips_unscored_sessions(
     playing: Callable[[Play], list[TaskSpec]], tmp_path: Path
 ) -> None:
     def play(spec: TaskSpec) -> list[Trajectory]:
@@ -422,7 +416,7 @@ def row(group: int, session: int, reward: float, **more: Any) -> Sample:
     )
 
 
-def test_a_session_counts_once_in_its_group_whatever_its_rows() -> None:
+def test_session_counts_once_in_group() -> None:
     """slime 624b824, `ray/rollout.py`, `_post_process_rewards`: without the hook unequal counts are normalised
     over the whole batch.
     """
@@ -432,7 +426,8 @@ def test_a_session_counts_once_in_its_group_whatever_its_rows() -> None:
     assert normalised == pytest.approx([0.7071, -0.7071, -0.7071, 0.7071, -0.7071], abs=1e-4)
 
 
-def test_a_lineage_is_compared_with_its_groups_sessions_and_stand_ins_count_as_nothing() -> None:
+def test_lineage_is_compared_with_sessions() -> None:
+    """A lineage is compared with its group's sessions, and stand-ins count as nothing."""
     batch = [
         row(0, 0, 1.0),
         row(0, 1, 0.0),

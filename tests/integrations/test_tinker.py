@@ -19,7 +19,7 @@ def looped() -> Any:
     return run_program("tinker_program.py", stdin={"model": str(TINY)})
 
 
-def test_the_next_sessions_come_from_the_weights_of_the_step_before(looped: Any) -> None:
+def test_next_sessions_use_new_weights(looped: Any) -> None:
     served = [step["worst"] for step in looped["served"]["steps"]]
     frozen = [step["worst"] for step in looped["frozen"]["steps"]]
     assert len(served) == len(frozen) == 3
@@ -28,7 +28,7 @@ def test_the_next_sessions_come_from_the_weights_of_the_step_before(looped: Any)
     assert min(frozen[1:]) > 1e-2  # what a policy that nobody serves looks like
 
 
-def test_tinkers_adapter_itself_is_served_and_samples_what_the_tasks_name(looped: Any) -> None:
+def test_tinker_adapter_is_served_by_name(looped: Any) -> None:
     found = looped["adapted"]
     assert len(found["steps"]) == 2
     assert max(step["worst"] for step in found["steps"]) < 1e-4
@@ -39,22 +39,22 @@ def test_tinkers_adapter_itself_is_served_and_samples_what_the_tasks_name(looped
     assert set(found["adapters"]) == {"words"}
 
 
-def test_the_cookbook_fetches_no_samplers_checkpoint(looped: Any) -> None:
+def test_cookbook_fetches_no_sampler_checkpoint(looped: Any) -> None:
     """tinker-cookbook 0.6.1: why `adapter_weights` saves an export."""
     assert "save_weights_external() instead" in looped["refused"]
 
 
-def test_a_flat_batch_takes_no_step(looped: Any) -> None:
+def test_flat_batch_takes_no_step(looped: Any) -> None:
     """Rewards that are all equal, and the only session that is left: the weights before are served, and stay."""
     assert looped["flat"] == {"rewards": [1.0, 1.0], "moved": [0], "taught": []}
 
 
-def test_an_adapter_that_no_task_names_is_refused() -> None:
+def test_adapter_without_task_is_refused() -> None:
     with pytest.raises(Refused, match="names no adapter"):
         adapter_weights(PluginSettings(), "m")
 
 
-def test_every_sampled_token_of_usable_sessions_gets_a_gradient_and_no_other(looped: Any) -> None:
+def test_only_usable_sampled_tokens_get_gradient(looped: Any) -> None:
     """Of each group three sessions are usable, the last in two rows: 2 groups x 42 tokens x 3 steps."""
     taught = looped["served"]["taught"]
     assert [each["gradient"] for each in taught] == [each["sampled"] for each in taught]
@@ -62,7 +62,8 @@ def test_every_sampled_token_of_usable_sessions_gets_a_gradient_and_no_other(loo
     assert len(taught) == 2 * 4 * 3
 
 
-def test_lost_sessions_are_counted_and_are_no_reward_of_0(looped: Any) -> None:
+def test_lost_sessions_are_counted(looped: Any) -> None:
+    """Lost sessions are counted, and are no reward of 0."""
     for step in looped["served"]["steps"]:
         assert (step["sessions"], step["unusable"], step["rows"], step["tokens"]) == (8, 2, 8, 84)
         assert "loss:sum" in step["metrics"]
@@ -72,7 +73,7 @@ def test_lost_sessions_are_counted_and_are_no_reward_of_0(looped: Any) -> None:
     assert sum(others) + main == pytest.approx(0, abs=1e-6)
 
 
-def test_rows_of_every_shape_are_datums_and_every_sampled_token_is_in_one(looped: Any) -> None:
+def test_sampled_tokens_are_in_one_datum(looped: Any) -> None:
     """Rewards 1, 0 and 0.5, and 0.75 for a lineage of the last: the baseline is 0.5."""
     assert [each["advantages"] for each in looped["shapes"]] == [
         [0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5],
@@ -84,16 +85,16 @@ def test_rows_of_every_shape_are_datums_and_every_sampled_token_is_in_one(looped
     assert [each["input"] for each in looped["shapes"][1:3]] == [[10, 11, 12, 20], [13, 14, 22, 23]]
 
 
-def test_a_teachers_reverse_kl_is_added_to_the_advantages(looped: Any) -> None:
+def test_teacher_reverse_kl_joins_advantages(looped: Any) -> None:
     """thinking-machines-lab/tinker-cookbook 9dfcc3a2, `incorporate_kl_penalty` of distillation/train_on_policy.py."""
     assert looped["distilled"] == [[0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5], [0, 0.5, 0.5], [0, 0, 0.5]]
 
 
-def test_a_step_takes_the_next_rows_of_the_dataset(looped: Any) -> None:
+def test_step_takes_next_dataset_rows(looped: Any) -> None:
     tasks = [each["instruction"] for each in looped["served"]["tasks"]]
     assert tasks == ["task 0", "task 1", "task 2", "task 0", "task 1", "task 2"]
 
 
-def test_a_dataset_without_a_row_is_refused() -> None:
+def test_empty_dataset_is_refused() -> None:
     with pytest.raises(Refused, match="has no row"):
         next(train(None, [], weights=print, steps=1, settings=PluginSettings()))  # type: ignore[arg-type]

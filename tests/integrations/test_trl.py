@@ -32,7 +32,7 @@ def trained() -> Any:
 # ── GRPOTrainer ───────────────────────────────────────────────────────────────
 
 
-def test_after_a_step_the_next_samples_come_from_the_new_weights(trained: Any) -> None:
+def test_next_samples_use_new_weights(trained: Any) -> None:
     """TRL compares recorded logprobs with its own before it trains on them."""
     pushed = [line[WORST] for line in trained["stock"]["log"] if WORST in line]
     frozen = [line[WORST] for line in trained["frozen"]["log"] if WORST in line]
@@ -44,12 +44,12 @@ def test_after_a_step_the_next_samples_come_from_the_new_weights(trained: Any) -
     assert not trained["frozen"]["served_at_the_end"]
 
 
-def test_weights_are_pushed_once_a_rollout(trained: Any) -> None:
+def test_weights_are_pushed_once_per_rollout(trained: Any) -> None:
     """Four optimizer steps, two on each rollout: those before it, after two, and after all are served."""
     assert [name.rpartition("-")[2] for name in trained["stock"]["folders"]] == ["0", "1", "2"]
 
 
-def test_a_peft_config_trains_an_adapter_that_is_served_alone(trained: Any) -> None:
+def test_peft_config_trains_only_adapter(trained: Any) -> None:
     """No checkpoint is written: four optimizer steps are three versions of an adapter, which the tasks name."""
     found = trained["adapter"]
     pushed = [line[WORST] for line in found["log"] if WORST in line]
@@ -63,14 +63,16 @@ def test_a_peft_config_trains_an_adapter_that_is_served_alone(trained: Any) -> N
     assert trained["stock"]["adapters"] == []
 
 
-def test_a_rows_column_is_its_task_and_a_group_is_one_task(trained: Any) -> None:
+def test_row_is_task_group_is_one(trained: Any) -> None:
+    """The column of a row is its task, and a group is one task."""
     tasks = trained["stock"]["tasks"]
     assert sorted(each["instruction"] for each in tasks) == ["do 0", "do 1", "do 2", "do 3"]
     assert {each["samples"] for each in tasks} == {4}
     assert {(each["temperature"], each["top_p"], each["top_k"]) for each in tasks} == {(0.9, 0.95, -1)}
 
 
-def test_a_lost_session_is_no_reward_of_0_and_rows_left_out_are_logged(trained: Any) -> None:
+def test_lost_session_is_no_zero_reward(trained: Any) -> None:
+    """A lost session is no reward of 0, and rows that are left out are logged."""
     lines = [line for line in trained["stock"]["log"] if "reward" in line]
     assert {line["node/unusable"] for line in lines} == {0.25}
     assert {line["node/rows_left_out"] for line in lines} == {0.25}
@@ -80,7 +82,7 @@ def test_a_lost_session_is_no_reward_of_0_and_rows_left_out_are_logged(trained: 
 # ── AsyncGRPOTrainer ──────────────────────────────────────────────────────────
 
 
-def test_async_grpo_trains_every_row_of_usable_sessions_once(trained: Any) -> None:
+def test_async_grpo_trains_usable_rows_once(trained: Any) -> None:
     """A group is three usable sessions: two of 12 sampled tokens, one of 12 and 6 in two rows. A step takes
     four rows, which is a group.
     """
@@ -95,7 +97,7 @@ def test_async_grpo_trains_every_row_of_usable_sessions_once(trained: Any) -> No
     assert found["sent"] == 4  # before the first rollout, and after each step
 
 
-def test_a_worker_that_failed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_worker_gives_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLARNODE_PATIENCE_S", "0")
     worker = NodeWorker([{"prompt": "do it"}], url="http://127.0.0.1:9", task=TASK, samples=2, groups=1)
     worker.start()
@@ -130,7 +132,7 @@ class Table:
         return [row[at] for row in self.rows] if isinstance(at, str) else self.rows[at]
 
 
-def test_two_tasks_of_one_prompt_are_refused() -> None:
+def test_two_tasks_per_prompt_are_refused() -> None:
     dataset = Table(
         {"prompt": "do it", "polarnode": "{}"}, {"prompt": "do it", "polarnode": '{"metadata": {}}'}
     )
@@ -138,7 +140,7 @@ def test_two_tasks_of_one_prompt_are_refused() -> None:
         PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
 
 
-def test_equal_prompts_of_one_task_are_one_row() -> None:
+def test_equal_prompts_are_one_row() -> None:
     """Columns beside the task differ, as an index does."""
     rows = [{"prompt": "do it", "extra_info": {"index": number}} for number in range(2)]
     columns = plugin._DatasetRows([Table(*rows)])
@@ -148,13 +150,13 @@ def test_equal_prompts_of_one_task_are_one_row() -> None:
         plugin._DatasetRows([Table(*(row | {"instruction": str(row["extra_info"])} for row in rows))])
 
 
-def test_a_streaming_dataset_with_tasks_is_refused() -> None:
+def test_streaming_dataset_with_tasks_is_refused() -> None:
     dataset = SimpleNamespace(column_names=["prompt", "extra_info"])
     with pytest.raises(Refused, match="streaming dataset"):
         PolarnodeRollout(task=TASK)(["do it"], trainer_of(dataset))
 
 
-def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
+def test_invalid_push_settings_are_refused() -> None:
     with pytest.raises(Refused, match="disk, tensor or distributed"):
         PolarnodeRollout(task=TASK, weights="nccl")  # type: ignore[arg-type]
     with pytest.raises(Refused, match="give its address"):
@@ -165,7 +167,7 @@ def test_a_way_to_push_that_does_not_exist_is_refused() -> None:
         WeightPusher(settings=PluginSettings()).push(0, [])
 
 
-def test_the_reward_function_passes_what_the_node_gave() -> None:
+def test_reward_function_passes_node_reward() -> None:
     logged: dict[str, float] = {}
     found = node_reward(
         ["", "", ""], reward=[0.5, None, 1.0], unusable=[0, 1, 0], rows_left_out=[0, 0, 3], prompts=[],
@@ -175,20 +177,21 @@ def test_the_reward_function_passes_what_the_node_gave() -> None:
     assert logged == {"node/unusable": 1 / 3, "node/rows_left_out": 1.0}
 
 
-def test_versions_of_two_runs_have_different_names_and_count_alike() -> None:
+def test_version_names_differ_between_runs() -> None:
+    """Versions of two runs have different names, and count alike."""
     one, other = (WeightPusher(settings=PluginSettings(run="r")) for _ in range(2))
     assert one.version(3) != other.version(3)
     assert (one.number(one.version(3)), one.number("0"), one.number(other.version(3))) == (3, 0, 0)
 
 
-def test_tensors_are_cast_to_the_types_that_the_node_serves() -> None:
+def test_tensors_are_cast_to_served_types() -> None:
     torch = pytest.importorskip("torch")
     weights = WeightPusher(settings=PluginSettings(), dtype="bfloat16")
     cast = [weights._cast_tensor(each) for each in (torch.zeros(2), torch.zeros(2, dtype=torch.int64))]
     assert [each.dtype for each in cast] == [torch.bfloat16, torch.int64]
 
 
-def test_the_plug_in_imports_nothing_of_the_trainer() -> None:
+def test_plug_in_imports_no_trainer() -> None:
     check = (
         "import sys; import polarnode.integrations.trl;"
         "print([name for name in ('torch', 'trl', 'transformers', 'trio') if name in sys.modules])"

@@ -17,12 +17,12 @@ def made() -> dict[str, Any]:
     return found
 
 
-def test_a_sample_is_a_session_of_the_prompts_group(made: dict[str, Any]) -> None:
+def test_sample_is_session_of_group(made: dict[str, Any]) -> None:
     assert made["task"] == ["u1", "fix it", 3, 0.7, -1, 0.0]
     assert list(made["fields"]) == ["u1_0_0", "u1_1_0", "u1_1_1", "u1_2_0", "u1_2_1"]
 
 
-def test_a_session_that_is_not_usable_is_no_reward_of_zero(made: dict[str, Any]) -> None:
+def test_unusable_session_is_no_zero_reward(made: dict[str, Any]) -> None:
     """verl counts a sample that raised as a failure; what it put into its queue is all that a group has."""
     assert made["errors"] == [
         "session s0 is not usable: no trainable token",
@@ -31,7 +31,7 @@ def test_a_session_that_is_not_usable_is_no_reward_of_zero(made: dict[str, Any])
     assert not any(key.startswith(("u1_3_", "u1_4_")) for key in made["fields"])
 
 
-def test_verls_worker_puts_what_our_rows_of_the_queue_have(made: dict[str, Any]) -> None:
+def test_worker_and_own_queue_fields_match(made: dict[str, Any]) -> None:
     """The fields that V1 reads back: `uid` for the group, `data_source` and `reward_model` of its metrics, and
     of a session with a teacher its logprobs in every row.
     """
@@ -48,7 +48,7 @@ def test_verls_worker_puts_what_our_rows_of_the_queue_have(made: dict[str, Any])
             assert made["tags"][ours["key"]] == ours["tag"]
 
 
-def test_a_session_has_one_advantage_whatever_its_rows(made: dict[str, Any]) -> None:
+def test_session_has_one_advantage(made: dict[str, Any]) -> None:
     """Rewards 1, 0, 0.25 over three sessions. A lineage's own reward of 5 is not its session's."""
     found = made["trained"]["advantages"]
     assert found["u1_0_0"] == [1.1209]
@@ -56,19 +56,19 @@ def test_a_session_has_one_advantage_whatever_its_rows(made: dict[str, Any]) -> 
     assert found["u1_2_0"] == found["u1_2_1"] == [-0.3203]
 
 
-def test_the_gradient_of_verls_loss_is_on_sampled_tokens_only(made: dict[str, Any]) -> None:
+def test_gradient_only_on_sampled_tokens(made: dict[str, Any]) -> None:
     assert made["trained"]["gradient"] == made["trained"]["sampled"]
     assert sum(map(sum, made["trained"]["gradient"])) == 5 + 3 + 5
 
 
-def test_steps_of_the_weights_are_whole_numbers(made: dict[str, Any]) -> None:
+def test_weight_steps_are_whole_numbers(made: dict[str, Any]) -> None:
     assert made["trained"]["staleness"] == [7, 7, 8, 7, 7]
     unknown = made["unknown_versions"]
     assert unknown["sync"] == [8]  # of step 9, whose samples are all of the weights before
     assert "trainer_mode=colocate_async counts in them" in unknown["colocate_async"]
 
 
-def test_the_agent_loop_refuses_estimators_of_rows(made: dict[str, Any]) -> None:
+def test_agent_loop_refuses_row_estimators(made: dict[str, Any]) -> None:
     assert "use grpo, which compares sessions" in made["refused"]
 
 
@@ -82,7 +82,7 @@ def test_refused_settings_end_the_run(made: dict[str, Any]) -> None:
         assert sentence in said
 
 
-def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, Any]) -> None:
+def test_rank_0_sends_gathered_weights(made: dict[str, Any]) -> None:
     said = made["weights"]
     [(version, names, settings)] = said["pushed"]
     assert version.startswith("r-")
@@ -91,19 +91,20 @@ def test_rank_0_sends_the_weights_and_every_rank_gathers_them(made: dict[str, An
     assert said["gathered"][3:6] == [[1, "a"], [1, "b"], [1, "c"]]
 
 
-def test_an_adapter_is_sent_without_its_base_and_the_tasks_name_it(made: dict[str, Any]) -> None:
+def test_adapter_is_sent_without_base(made: dict[str, Any]) -> None:
+    """An adapter is sent without its base, and the tasks name it."""
     name, version, names, config = made["weights"]["adapter"]
     assert (name, version[-2:], names, config) == ("r", "-1", ["a", "b", "c"], {"r": 8})
     assert made["adapters"] == [None, "r", "r", None]
 
 
-def test_a_refused_update_leaves_no_rank_waiting(made: dict[str, Any]) -> None:
+def test_refused_update_blocks_no_rank(made: dict[str, Any]) -> None:
     said = made["weights"]
     assert said["refused"] == "refused"
     assert [name for _, name in said["gathered"][said["before"] :]] == ["a", "b", "c"]
 
 
-def test_verl_finds_the_plug_in_by_its_name(made: dict[str, Any]) -> None:
+def test_verl_finds_plug_in_by_name(made: dict[str, Any]) -> None:
     assert made["weights"]["registered"] == {
         "rollout": "polarnode.integrations.verl.NodeWeights",
         "replica": "NodeReplica",

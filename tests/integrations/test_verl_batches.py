@@ -49,25 +49,25 @@ def close(theirs: dict[str, list[float]], ours: dict[str, list[float]]) -> bool:
     return all(theirs[key] == pytest.approx(value, rel=1e-5, abs=1e-6) for key, value in ours.items())
 
 
-def test_sessions_of_rows_take_one_step(roomy: Any) -> None:
+def test_all_session_rows_take_one_step(roomy: Any) -> None:
     assert roomy["rows"] == sum(rows for prompt in PROMPTS for rows, _ in prompt) == 40
     assert roomy["real"] == [40]
     assert roomy["said"] == []
 
 
-def test_tokens_weigh_as_in_our_arithmetic(roomy: Any) -> None:
+def test_token_weights_match_our_arithmetic(roomy: Any) -> None:
     """1 over the trained tokens of the batch; a mean over sequences of sums has the same for every token."""
     assert close(roomy["verl"]["token-mean"], roomy["ours"]["token-mean"])
     alike = {key: [1 / roomy["size"]] * len(row) for key, row in roomy["ours"]["token-mean"].items()}
     assert close(roomy["verl"]["seq-mean-token-sum"], alike)
 
 
-def test_advantages_are_those_of_sessions(roomy: Any) -> None:
+def test_advantages_are_of_sessions(roomy: Any) -> None:
     assert close(roomy["verl"]["advantages"], roomy["ours"]["advantages"])
     assert len(roomy["ours"]["advantages"]) == 40
 
 
-def test_a_batch_without_room_is_told() -> None:
+def test_batch_without_room_is_reported() -> None:
     """Mini-batches of the batch's prompts, as train.sh had them: more rows than sessions are another step."""
     found = batch(PROMPTS, len(PROMPTS))
     assert found["real"] == [16, 16, 8]
@@ -77,7 +77,7 @@ def test_a_batch_without_room_is_told() -> None:
     assert "Raise actor.ppo_mini_batch_size" in said
 
 
-def test_a_lone_survivor_is_not_trained() -> None:
+def test_lone_survivor_is_not_trained() -> None:
     """verl's advantage of the only row of a prompt is its reward."""
     prompts = [[[1, None], [1, None], [2, 1.0], [1, None]], [[1, 1.0], [1, 0.0], [1, None], [1, None]]]
     found = batch(prompts, 8)
@@ -88,7 +88,7 @@ def test_a_lone_survivor_is_not_trained() -> None:
     assert any("one session of 4 is left" in each for each in found["said"])
 
 
-def test_our_own_rows_mask_a_lone_survivor() -> None:
+def test_own_rows_mask_lone_survivor() -> None:
     group = group_of(session_of_two_rows(), lost=[session_without_rows(sample_index=1)])
     rows = verl.transfer_group(group, uid="u", global_steps=1)["rows"]
     assert [sum(row["fields"]["response_mask"]) for row in rows] == [0, 0]
@@ -131,14 +131,14 @@ def registered(decorator: str) -> set[str]:
     return found
 
 
-def test_every_estimator_of_verl_is_judged() -> None:
+def test_every_verl_estimator_is_classified() -> None:
     judged = algorithms.COMPARES_SESSIONS | algorithms.WEIGHS_TOKENS | set(algorithms.COMPARES_ROWS)
     assert registered("register_adv_est") == judged
     for name in judged - set(algorithms.COMPARES_ROWS):
         check_algorithm(config("algorithm.adv_estimator", name))
 
 
-def test_every_loss_of_verl_is_judged() -> None:
+def test_every_verl_loss_is_classified() -> None:
     assert registered("register_policy_loss") == {*algorithms.TOKEN_LOSSES, *algorithms.ROW_LOSSES}
     path = "actor_rollout_ref.actor.policy_loss.loss_mode"
     for name in algorithms.TOKEN_LOSSES:
@@ -146,25 +146,26 @@ def test_every_loss_of_verl_is_judged() -> None:
 
 
 @pytest.mark.parametrize("name", algorithms.COMPARES_ROWS)
-def test_estimators_of_rows_are_refused(name: str) -> None:
+def test_row_estimators_are_refused(name: str) -> None:
     with pytest.raises(Refused, match=rf"adv_estimator={name} .*use grpo, which compares sessions"):
         check_algorithm(config("algorithm.adv_estimator", name))
 
 
 @pytest.mark.parametrize("name", algorithms.ROW_LOSSES)
-def test_losses_of_rows_are_refused(name: str) -> None:
+def test_row_losses_are_refused(name: str) -> None:
     with pytest.raises(Refused, match=rf"loss_mode={name} .*such as vanilla"):
         check_algorithm(config("actor_rollout_ref.actor.policy_loss.loss_mode", name))
 
 
-def test_a_mean_over_rows_is_refused() -> None:
+def test_mean_over_rows_is_refused() -> None:
     with pytest.raises(Refused, match="four rows weighs four times"):
         check_algorithm(config("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-mean"))
     for mean in algorithms.TOKEN_MEANS:
         check_algorithm(config("actor_rollout_ref.actor.loss_agg_mode", mean))
 
 
-def test_a_penalty_of_the_last_row_is_refused() -> None:
+def test_kl_in_reward_is_refused() -> None:
+    """A penalty of the KL of the last row alone is refused."""
     with pytest.raises(Refused, match="KL of their last row: use actor"):
         check_algorithm({"algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": True}})
 
@@ -179,7 +180,7 @@ def test_a_penalty_of_the_last_row_is_refused() -> None:
         ("reward.reward_model.enable", True),
     ],
 )
-def test_rewards_that_nobody_asks_are_refused(path: str, value: Any) -> None:
+def test_unused_reward_settings_are_refused(path: str, value: Any) -> None:
     with pytest.raises(Refused, match=rf"{path}={value} would do nothing.*(evaluator)"):
         check_algorithm(config(path, value))
     # verl scores the samples of other agent loops
@@ -187,14 +188,14 @@ def test_rewards_that_nobody_asks_are_refused(path: str, value: Any) -> None:
     check_algorithm(config(path, value) | beside)
 
 
-def test_an_estimator_of_somebody_else_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_estimator_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_algorithm(config("algorithm.adv_estimator", "mine"))
     assert "mine is not verl's own" in caplog.text
 
 
 @pytest.mark.parametrize(("prompts", "mini", "room"), [(16, 64, 32.0), (16, 16, 8.0), (64, 16, 8.0)])
-def test_room_is_of_the_steps_asked_for(prompts: int, mini: int, room: float) -> None:
+def test_room_follows_requested_steps(prompts: int, mini: int, room: float) -> None:
     found = {
         "data": {"train_batch_size": prompts},
         "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini}, "rollout": {"n": 8}},

@@ -30,7 +30,7 @@ async def listed(plane: Plane, **params: Any) -> list[dict[str, Any]]:
     return found
 
 
-async def test_groups_are_listed_newest_first_with_what_their_task_says(tmp_path: Path) -> None:
+async def test_groups_are_listed_newest_first(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         group(plane, "a", (1.0, 0.0, None), level=3)
         group(plane, "b", (1.0,))
@@ -43,7 +43,7 @@ async def test_groups_are_listed_newest_first_with_what_their_task_says(tmp_path
     assert newest["advantages"] == [0.0]
 
 
-async def test_a_state_a_task_and_a_number_of_groups_can_be_asked_for(tmp_path: Path) -> None:
+async def test_groups_filter_by_state_and_task(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         for name, rewards in (("a", (1.0, None)), ("b", (1.0, 0.0)), ("c", (0.5, 0.0))):
             group(plane, name, rewards)
@@ -58,7 +58,7 @@ async def test_a_state_a_task_and_a_number_of_groups_can_be_asked_for(tmp_path: 
         assert (refused.status, refused.json()["error"]["path"]) == (400, "?state")
 
 
-async def test_a_damaged_group_is_left_out_and_noted(tmp_path: Path) -> None:
+async def test_damaged_group_is_skipped_and_noted(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_plane(path) as plane:
         group(plane, "a", (1.0,))
@@ -71,14 +71,14 @@ async def test_a_damaged_group_is_left_out_and_noted(tmp_path: Path) -> None:
         assert plane.journal.statistics().damaged_rows == 1
 
 
-async def test_looking_makes_no_consumer(tmp_path: Path) -> None:
+async def test_listing_creates_no_consumer(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         group(plane, "a", (1.0,))
         await listed(plane)
         assert plane.journal.consumers() == ()
 
 
-async def test_pieces_are_the_text_of_a_rows_tokens(tmp_path: Path) -> None:
+async def test_pieces_are_text_of_tokens(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         group(plane, "a", (1.0,))
         await plane.journal.flush()

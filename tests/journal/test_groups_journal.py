@@ -48,7 +48,8 @@ async def told(journal: Journal) -> tuple[list[str], dict[str, Any]]:
     return [event.key for event in page.events], orjson.loads(bodies[0]) if bodies else {}
 
 
-async def test_the_event_says_of_each_session_whether_and_why(tmp_path: Path) -> None:
+async def test_group_event_explains_each_session(tmp_path: Path) -> None:
+    """The event says of each session whether it counts, and why."""
     stale = evolve(make_trajectory("b", sample_index=1, reward=0.0, status="timeout"), staleness=3)
     lost = evolve(make_trajectory("c", sample_index=2, reward=None), outcome=LOST)
     silent = make_trajectory("d", sample_index=3, turns=0)
@@ -133,7 +134,7 @@ async def test_the_event_says_of_each_session_whether_and_why(tmp_path: Path) ->
         ({"min_usable": 1}, (1.0, None), "partial", "some are missing"),
     ],
 )
-async def test_a_group_is_judged_by_its_tasks_own_words(
+async def test_group_is_judged_by_task_settings(
     tmp_path: Path, spec: dict[str, Any], rewards: Any, state: str, word: str | None
 ) -> None:
     async with opened(tmp_path) as journal:
@@ -145,7 +146,7 @@ async def test_a_group_is_judged_by_its_tasks_own_words(
     assert read_group(group).state == state
 
 
-async def test_what_is_read_of_places_is_what_their_trajectories_said(tmp_path: Path) -> None:
+async def test_places_match_their_trajectories(tmp_path: Path) -> None:
     published = evolve(make_trajectory("a", turns=2), staleness=1)
     async with opened(tmp_path) as journal:
         take(journal, "a", "b")
@@ -167,9 +168,10 @@ async def test_what_is_read_of_places_is_what_their_trajectories_said(tmp_path: 
         assert found[1].outcome == evolve(LOST, log_tail=None), "nobody needs its log"
 
 
-async def test_a_group_of_which_a_part_is_of_an_older_journal_is_judged_by_what_is_known(
+async def test_older_journal_groups_use_known_places(
     tmp_path: Path,
 ) -> None:
+    """A group that is partly of an older journal is judged by what is known."""
     async with opened(tmp_path) as journal:
         take(journal, "a", "b")
         publish(journal, make_trajectory("a"))

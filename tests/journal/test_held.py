@@ -37,7 +37,7 @@ def claim(session_id: str) -> Claim:
     )
 
 
-async def test_restart_finds_held_results(tmp_path: Path) -> None:
+async def test_restart_finds_waiting_results(tmp_path: Path) -> None:
     path, clock = tmp_path / "journal.sqlite", Clock(2000.0)
     async with open_journal(path, now=lambda: clock.time) as journal:
         hold(journal, ResultStore(journal, lambda: clock.time), "a")

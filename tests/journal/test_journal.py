@@ -98,7 +98,7 @@ OLD_TRAJECTORY = (
 # ── what is written is read ───────────────────────────────────────────────────
 
 
-async def test_a_turn_takes_little_more_of_the_disk_than_its_bytes(opened: Open, tmp_path: Path) -> None:
+async def test_turn_overhead_on_disk_is_small(opened: Open, tmp_path: Path) -> None:
     turns = [make_turn("a", index, sampled=256, prompt=1600) for index in range(800)]
     log = tmp_path / "state" / "journal.sqlite-wal"
     async with opened() as journal:
@@ -111,7 +111,7 @@ async def test_a_turn_takes_little_more_of_the_disk_than_its_bytes(opened: Open,
     assert size < 1.3 * sum(len(pack_turn(turn)) for turn in turns)
 
 
-async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
+async def test_session_from_task_to_events(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a", "b", num_samples=2, group_id="g")
         journal.record_session(make_identity("a"))
@@ -160,7 +160,7 @@ async def test_a_session_from_its_task_to_its_events(opened: Open) -> None:
         assert [one.reward for one in task.sessions] == [1.0, None]
 
 
-async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
+async def test_events_contain_trainer_data(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a", "b", group_id="g")
         record(journal, make_trajectory("a"))
@@ -188,7 +188,8 @@ async def test_events_carry_all_a_trainer_needs(opened: Open) -> None:
         assert (bodies[3]["task"]["task_id"], bodies[3]["task"]["group_id"]) == ("t", "g")
 
 
-async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opened: Open) -> None:
+async def test_repeated_publication_keeps_the_first(opened: Open) -> None:
+    """The first publication stands, and a turn that is written again replaces the old one."""
     async with opened() as journal:
         take(journal, "a")
         record(journal, make_trajectory("a", reward=0.25))
@@ -203,7 +204,7 @@ async def test_the_first_publication_stands_and_a_turn_said_again_replaces(opene
         assert await journal.turns("b") == (make_turn("b", sampled=2),)
 
 
-async def test_a_capture_has_no_task_and_no_task_event(opened: Open) -> None:
+async def test_capture_has_no_task_event(opened: Open) -> None:
     async with opened() as journal:
         journal.record_session(make_identity("lone", task_id="capture"))
         record(journal, make_trajectory("lone", task_id="capture"))
@@ -212,7 +213,7 @@ async def test_a_capture_has_no_task_and_no_task_event(opened: Open) -> None:
         assert await journal.task("capture") is None
 
 
-async def test_a_task_is_found_by_its_key_and_listed_newest_first(opened: Open) -> None:
+async def test_tasks_by_key_and_newest_first(opened: Open) -> None:
     async with opened() as journal:
         for number in range(5):
             submit_task(
@@ -239,7 +240,7 @@ async def test_a_task_is_found_by_its_key_and_listed_newest_first(opened: Open) 
 # ── reading on, filters, pages ────────────────────────────────────────────────
 
 
-async def test_filters_let_a_reader_move_past_what_it_does_not_want(opened: Open) -> None:
+async def test_filters_move_reader_past_events(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a", "b", task_id="t1", group_id="g1")
         take(journal, "c", task_id="t2", group_id="g2")
@@ -272,7 +273,7 @@ async def test_filters_let_a_reader_move_past_what_it_does_not_want(opened: Open
         assert (await journal.events(99)).seen == 99
 
 
-async def test_a_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarnode.journal.queries.PAGE_BYTES", 3000)
     async with opened() as journal:
         for number in range(6):
@@ -286,7 +287,7 @@ async def test_a_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.Monk
         assert len(pages) > 2
 
 
-async def test_a_waiting_reader_is_woken_by_the_commit(opened: Open) -> None:
+async def test_commit_wakes_waiting_reader(opened: Open) -> None:
     async with opened() as journal, trio.open_nursery() as nursery:
         woken: list[int] = []
 
@@ -307,7 +308,8 @@ async def test_a_waiting_reader_is_woken_by_the_commit(opened: Open) -> None:
 # ── consumers ─────────────────────────────────────────────────────────────────
 
 
-async def test_a_position_moves_forward_only_and_never_into_the_future(opened: Open) -> None:
+async def test_position_only_moves_forward(opened: Open) -> None:
+    """A position moves forward only, and never into the future."""
     async with opened() as journal:
         assert await journal.acknowledge("one", 7) == 0
         for number in range(3):
@@ -327,7 +329,7 @@ async def test_a_position_moves_forward_only_and_never_into_the_future(opened: O
         assert journal.statistics().positions == {"one": 3, "two": 1}
 
 
-def test_a_consumers_name_is_checked() -> None:
+def test_consumer_name_is_checked() -> None:
     assert check_consumer("trainer 1") == "trainer 1"
     for name in ("", "x" * 129, "a\n"):
         with pytest.raises(Refused, match="consumer must be a name"):
@@ -337,7 +339,7 @@ def test_a_consumers_name_is_checked() -> None:
 # ── lives ─────────────────────────────────────────────────────────────────────
 
 
-async def test_numbers_go_on_after_a_restart(opened: Open) -> None:
+async def test_sequence_continues_after_restart(opened: Open) -> None:
     async with opened() as journal:
         record(journal, make_trajectory("a", task_id="x"))
     async with opened() as journal:
@@ -347,7 +349,7 @@ async def test_numbers_go_on_after_a_restart(opened: Open) -> None:
         assert await listed(journal) == [(1, "trajectory:a"), (2, "trajectory:b")]
 
 
-async def test_what_an_earlier_life_left_unfinished_is_found(opened: Open) -> None:
+async def test_unfinished_work_is_found_after_restart(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "done", "begun", "named", group_id="g")
         journal.record_session(make_identity("begun", sample_index=1))
@@ -384,7 +386,7 @@ async def test_what_an_earlier_life_left_unfinished_is_found(opened: Open) -> No
         ]
 
 
-async def test_leaving_writes_what_is_queued_even_when_cancelled(opened: Open) -> None:
+async def test_cancelled_close_writes_the_queue(opened: Open) -> None:
     with trio.CancelScope() as scope:
         async with opened() as journal:
             for number in range(200):
@@ -394,9 +396,7 @@ async def test_leaving_writes_what_is_queued_even_when_cancelled(opened: Open) -
         assert len(await journal.turns("a")) == 200
 
 
-async def test_a_virtual_clock_does_not_cut_the_closing(
-    opened: Open, autojump_clock: trio.testing.MockClock
-) -> None:
+async def test_virtual_clock_does_not_cut_close(opened: Open, autojump_clock: trio.testing.MockClock) -> None:
     async with opened() as journal:
         for number in range(200):
             journal.record_turn(make_turn("a", number))
@@ -404,14 +404,14 @@ async def test_a_virtual_clock_does_not_cut_the_closing(
         assert len(await journal.turns("a")) == 200
 
 
-async def test_a_journal_is_one_processs_own(opened: Open) -> None:
+async def test_journal_locks_out_other_processes(opened: Open) -> None:
     async with opened():
         with pytest.raises(JournalError, match="in use by another process"):
             async with opened():
                 pytest.fail("two writers would share numbers")
 
 
-async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: Open, tmp_path: Path) -> None:
+async def test_previous_version_is_read_and_continued(opened: Open, tmp_path: Path) -> None:
     old = make_trajectory("s", turns=2)
     async with opened() as journal:
         record(journal, make_trajectory("s", turns=2))
@@ -466,14 +466,14 @@ async def test_a_journal_of_the_version_before_is_read_and_gone_on_with(opened: 
     db.close()
 
 
-async def test_a_folder_that_cannot_be_written_is_one_sentence(opened: Open, tmp_path: Path) -> None:
+async def test_unwritable_folder_is_one_sentence(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "state" / "journal.sqlite.lock").mkdir(parents=True)
     with pytest.raises(JournalError, match=r"cannot be opened .*make its folder writable"):
         async with opened():
             pytest.fail("opened")
 
 
-async def test_its_files_are_private_whatever_the_umask(opened: Open, tmp_path: Path) -> None:
+async def test_files_are_private_despite_umask(opened: Open, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         async with opened() as journal:
@@ -487,7 +487,7 @@ async def test_its_files_are_private_whatever_the_umask(opened: Open, tmp_path: 
 
 
 @pytest.mark.parametrize("version", [0, -1])
-async def test_a_database_of_another_program_is_left_alone(tmp_path: Path, version: int) -> None:
+async def test_foreign_database_is_left_alone(tmp_path: Path, version: int) -> None:
     path = tmp_path / "journal.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.execute("CREATE TABLE theirs (name TEXT)")
@@ -500,9 +500,10 @@ async def test_a_database_of_another_program_is_left_alone(tmp_path: Path, versi
 
 
 @pytest.mark.parametrize(("link", "words"), [(os.symlink, "in use by another"), (os.link, "a second name")])
-async def test_a_journal_has_one_writer_whatever_names_it_has(
+async def test_linked_journal_has_one_writer(
     tmp_path: Path, link: Callable[[Path, Path], None], words: str
 ) -> None:
+    """A journal has one writer, whatever names link to it."""
     path, other = tmp_path / "journal.sqlite", tmp_path / "other" / "journal.sqlite"
     other.parent.mkdir()
     async with open_journal(path, now=lambda: 0.0):
@@ -512,7 +513,7 @@ async def test_a_journal_has_one_writer_whatever_names_it_has(
                 pass
 
 
-async def test_a_file_that_is_no_journal_is_named(opened: Open, tmp_path: Path) -> None:
+async def test_invalid_journal_file_is_named(opened: Open, tmp_path: Path) -> None:
     path = tmp_path / "state" / "journal.sqlite"
     path.parent.mkdir()
     path.write_bytes(b"not a database at all, but long enough to be looked at" * 100)
@@ -538,7 +539,8 @@ async def publish_many(journal: Journal, count: int, start: int = 0) -> None:
         await journal.flush()
 
 
-async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Open) -> None:
+async def test_acknowledged_events_are_pruned_first(opened: Open) -> None:
+    """What all consumers have acknowledged is pruned first, and nothing else."""
     async with opened(retention=RetentionLimits(acknowledged=1 << 20, everything=1 << 40)) as journal:
         await journal.acknowledge("slow", 0)
         await publish_many(journal, 60)
@@ -556,7 +558,8 @@ async def test_what_all_have_acknowledged_goes_first_and_nothing_else(opened: Op
         assert await journal.trajectory("s90") is not None
 
 
-async def test_beyond_the_last_limit_the_oldest_go_and_numbers_do_not_come_again(opened: Open) -> None:
+async def test_size_limit_prunes_oldest_events(opened: Open) -> None:
+    """Beyond the last limit the oldest events go, and their numbers do not come again."""
     limits = RetentionLimits(acknowledged=3 << 18, everything=3 << 18)
     async with opened(retention=limits) as journal:
         journal.record_turn(make_turn("running"))
@@ -591,7 +594,8 @@ def replace(
     return replaced
 
 
-async def test_a_place_is_its_last_sessions_and_the_group_hears_of_no_other(opened: Open) -> None:
+async def test_place_counts_its_last_session(opened: Open) -> None:
+    """A place is that of its last session, and its group hears of no other."""
     async with opened() as journal:
         take(journal, "a", "b")
         replace(journal, "b", "b2", sample_index=1, turns=2)
@@ -617,7 +621,7 @@ async def test_a_place_is_its_last_sessions_and_the_group_hears_of_no_other(open
         assert orjson.loads(page.events[3].body)["counts"] == {"completed": 2}
 
 
-async def test_a_replaced_session_is_read_by_who_asks_for_it(opened: Open) -> None:
+async def test_replaced_session_can_be_read(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a")
         replaced = replace(journal, "a", "a2", turns=2)
@@ -639,7 +643,7 @@ async def test_a_replaced_session_is_read_by_who_asks_for_it(opened: Open) -> No
             assert (page.events, page.seen) == ((), 1)
 
 
-async def test_replacing_again_and_publishing_late_change_nothing(opened: Open, tmp_path: Path) -> None:
+async def test_late_replacement_changes_nothing(opened: Open, tmp_path: Path) -> None:
     """An entry may be applied twice; and a session that has lost its place can not win it back."""
     async with opened() as journal:
         take(journal, "a")
@@ -662,7 +666,7 @@ async def test_replacing_again_and_publishing_late_change_nothing(opened: Open, 
         assert [left.identity.attempt for left in await journal.unfinished_sessions()] == [1]
 
 
-async def test_a_finished_session_is_not_replaced(opened: Open) -> None:
+async def test_finished_session_is_not_replaced(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a")
         record(journal, make_trajectory("a"))
@@ -672,7 +676,7 @@ async def test_a_finished_session_is_not_replaced(opened: Open) -> None:
         assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
 
 
-async def test_cancelling_outlives_the_node(opened: Open) -> None:
+async def test_cancellation_survives_restart(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a")
         take(journal, "b", task_id="other")
@@ -689,7 +693,7 @@ async def test_cancelling_outlives_the_node(opened: Open) -> None:
         }
 
 
-async def test_replaced_sessions_are_pruned_with_their_turns(opened: Open) -> None:
+async def test_replaced_sessions_are_pruned_with_turns(opened: Open) -> None:
     limits = RetentionLimits(acknowledged=1 << 19, everything=1 << 19)
     async with opened(retention=limits) as journal:
         take(journal, "a")
@@ -704,9 +708,8 @@ async def test_replaced_sessions_are_pruned_with_their_turns(opened: Open) -> No
         )
 
 
-async def test_turns_are_committed_together_unless_somebody_waits(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_turns_are_committed_in_batches(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns are committed together, unless somebody waits for one."""
     monkeypatch.setattr(writer, "GATHER_S", 3600.0)
     async with opened() as journal:
         commits: list[int] = []
@@ -738,9 +741,7 @@ async def test_turns_are_committed_together_unless_somebody_waits(
 # ── when things go wrong ──────────────────────────────────────────────────────
 
 
-async def test_a_full_disk_is_said_waited_out_and_loses_nothing(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_disk_loses_nothing(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real SQLITE_FULL: the writer's connection may not grow the file, until it may again."""
     monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
     async with opened() as journal:
@@ -770,7 +771,7 @@ async def test_a_full_disk_is_said_waited_out_and_loses_nothing(
         assert len(await journal.turns("more")) == 1
 
 
-async def test_closing_on_a_full_disk_is_bounded(
+async def test_close_on_full_disk_is_bounded(
     opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
@@ -781,9 +782,7 @@ async def test_closing_on_a_full_disk_is_bounded(
     assert "entries unwritten" in caplog.text
 
 
-async def test_too_little_room_refuses_tasks_before_the_disk_is_full(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_low_disk_refuses_tasks_early(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened() as journal:
         assert not journal.refuses_tasks
         monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
@@ -794,7 +793,7 @@ async def test_too_little_room_refuses_tasks_before_the_disk_is_full(
         assert "too slow" in (journal.statistics().warning or "")
 
 
-async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_bug_costs_one_entry(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
     def twice(db: sqlite3.Connection) -> None:
         db.execute("INSERT INTO meta VALUES ('life', 1)")
 
@@ -826,7 +825,7 @@ async def test_one_entrys_bug_costs_that_entry_only(opened: Open, caplog: pytest
     assert "IntegrityError" in caplog.text
 
 
-async def test_what_can_not_be_packed_fails_where_it_was_made(opened: Open) -> None:
+async def test_unencodable_value_fails_at_caller(opened: Open) -> None:
     async with opened() as journal:
         with pytest.raises(TypeError):
             publish_end(journal, attrs.evolve(make_trajectory("a"), metrics={"odd": object()}))  # type: ignore[dict-item]

@@ -35,7 +35,7 @@ def changed(path: Path, sql: str) -> None:
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
-def test_a_journal_of_any_version_has_no_faults(tmp_path: Path, version: int) -> None:
+def test_valid_journal_has_no_faults(tmp_path: Path, version: int) -> None:
     path = tmp_path / "journal.sqlite"
     path.write_bytes(gzip.decompress((DATA / f"v{version}" / "journal.sqlite.gz").read_bytes()))
     before = path.read_bytes()
@@ -47,7 +47,7 @@ def test_a_journal_of_any_version_has_no_faults(tmp_path: Path, version: int) ->
     assert path.read_bytes() == before
 
 
-async def test_it_reads_while_a_node_writes(tmp_path: Path) -> None:
+async def test_check_reads_while_node_writes(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         await fill(journal)
         assert check_journal(tmp_path / "journal.sqlite").faults == ()
@@ -85,7 +85,7 @@ async def test_each_fault_is_named(tmp_path: Path, sql: str, named: tuple[str, s
         assert len({(each.table, each.row) for each in faults}) == 1, faults
 
 
-async def test_a_damaged_page_is_named(tmp_path: Path) -> None:
+async def test_damaged_page_is_named(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1000.0) as journal:
         await fill(journal)
@@ -99,7 +99,7 @@ async def test_a_damaged_page_is_named(tmp_path: Path) -> None:
     assert "file" in [each.table for each in check_journal(path).faults]
 
 
-async def test_the_command_prints_faults_and_exits_1(tmp_path: Path) -> None:
+async def test_command_prints_faults_and_fails(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1000.0) as journal:
         await fill(journal)
@@ -118,7 +118,7 @@ async def test_the_command_prints_faults_and_exits_1(tmp_path: Path) -> None:
     assert body["tables"]["turns"] == {"rows": 5, "unverified": 0, "faults": 1}
 
 
-def test_what_is_no_journal_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_journal_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="does not exist"):
         check_journal(tmp_path / "journal.sqlite")
     (tmp_path / "journal.sqlite").write_bytes(b"no database, but long enough to look like one" * 100)

@@ -77,7 +77,7 @@ async def until(holds: Callable[[], bool]) -> None:
 # ── consumers as things ───────────────────────────────────────────────────────
 
 
-async def test_a_consumer_is_told_of_with_how_far_it_is_behind(opened: Open, clock: Clock) -> None:
+async def test_consumers_are_listed_with_lag(opened: Open, clock: Clock) -> None:
     async with opened() as found:
         await found.acknowledge("slow", 0)
         await publish(found, "a", "b")
@@ -110,7 +110,7 @@ async def test_a_consumer_is_told_of_with_how_far_it_is_behind(opened: Open, clo
         ]
 
 
-async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
+async def test_forgotten_consumer_starts_over(opened: Open) -> None:
     async with opened() as found:
         await publish(found, "a")
         await found.acknowledge("one", 2)
@@ -121,7 +121,8 @@ async def test_a_forgotten_consumer_begins_anew(opened: Open) -> None:
         assert await found.acknowledge("one", 1) == 1
 
 
-async def test_a_reader_that_leaves_does_not_bring_a_forgotten_consumer_back(opened: Open) -> None:
+async def test_departing_reader_revives_no_consumer(opened: Open) -> None:
+    """A reader that leaves does not bring a forgotten consumer back."""
     async with opened() as found:
         await found.acknowledge("one", 0)
         found.track_stream("one", 1)
@@ -135,9 +136,7 @@ async def test_a_reader_that_leaves_does_not_bring_a_forgotten_consumer_back(ope
         assert (found.consumers(), found.open_streams("one")) == ((), 0)
 
 
-async def test_too_many_names_are_refused_with_the_remedy(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_consumers_are_refused(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_CONSUMERS", 2)
     async with opened() as found:
         await found.acknowledge("one", 0)
@@ -149,7 +148,7 @@ async def test_too_many_names_are_refused_with_the_remedy(
         assert await found.acknowledge("three", 0) == 0
 
 
-async def test_a_silent_consumer_gives_its_place_to_a_new_one(
+async def test_silent_consumer_makes_room_for_new(
     opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "MAX_CONSUMERS", 2)
@@ -165,9 +164,8 @@ async def test_a_silent_consumer_gives_its_place_to_a_new_one(
 # ── who is waited for ─────────────────────────────────────────────────────────
 
 
-async def test_a_consumer_that_is_silent_for_too_long_holds_nothing_but_its_place(
-    opened: Open, clock: Clock
-) -> None:
+async def test_silent_consumer_holds_no_events(opened: Open, clock: Clock) -> None:
+    """A consumer that is silent for too long holds nothing but its place."""
     limits = attrs.evolve(ALL, acknowledged_s=HOUR, silence_s=10 * HOUR)
     async with opened(retention=limits) as found:
         await found.acknowledge("gone", 0)
@@ -185,7 +183,7 @@ async def test_a_consumer_that_is_silent_for_too_long_holds_nothing_but_its_plac
         assert (here.position, here.missed) == (4, 0)
 
 
-async def test_time_in_which_no_node_ran_is_nobodys_silence(opened: Open, clock: Clock) -> None:
+async def test_node_downtime_is_no_silence(opened: Open, clock: Clock) -> None:
     limits = attrs.evolve(ALL, silence_s=HOUR)
     async with opened(retention=limits) as found:
         await found.acknowledge("away", 0)
@@ -198,7 +196,7 @@ async def test_time_in_which_no_node_ran_is_nobodys_silence(opened: Open, clock:
         assert found.consumers()[0].holds
 
 
-async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> None:
+async def test_open_stream_is_never_silent(opened: Open, clock: Clock) -> None:
     async with opened(retention=attrs.evolve(ALL, silence_s=HOUR)) as found:
         await found.acknowledge("reading", 0)
         found.track_stream("reading", 1)
@@ -210,7 +208,8 @@ async def test_an_open_stream_is_never_silent(opened: Open, clock: Clock) -> Non
         assert found.consumers()[0].last_seen == clock.time
 
 
-async def test_where_nobody_is_waited_for_nothing_goes_that_no_one_had(opened: Open, clock: Clock) -> None:
+async def test_unread_events_remain_without_consumers(opened: Open, clock: Clock) -> None:
+    """Where no consumer is waited for, events that nobody has read remain."""
     limits = RetentionLimits(acknowledged=0, everything=1 << 50, silence_s=HOUR)
     async with opened(retention=limits) as found:
         await publish(found, "a")
@@ -225,7 +224,7 @@ async def test_where_nobody_is_waited_for_nothing_goes_that_no_one_had(opened: O
 # ── retention ─────────────────────────────────────────────────────────────────
 
 
-async def test_what_all_had_acknowledged_for_long_goes_by_its_age(opened: Open, clock: Clock) -> None:
+async def test_acknowledged_events_expire_by_age(opened: Open, clock: Clock) -> None:
     async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
         await publish(found, "a", "b")
         clock.time += 50 * HOUR
@@ -243,7 +242,7 @@ async def test_what_all_had_acknowledged_for_long_goes_by_its_age(opened: Open, 
         assert found.first_seq == 7
 
 
-async def test_a_new_consumer_makes_what_it_has_not_read_unacknowledged(opened: Open, clock: Clock) -> None:
+async def test_new_consumer_makes_events_unacknowledged(opened: Open, clock: Clock) -> None:
     async with opened(retention=attrs.evolve(ALL, acknowledged_s=HOUR)) as found:
         await publish(found, "a")
         await found.acknowledge("one", 3)
@@ -260,7 +259,7 @@ async def test_a_new_consumer_makes_what_it_has_not_read_unacknowledged(opened: 
         assert found.first_seq == 4
 
 
-async def test_what_is_due_goes_while_nothing_is_written(
+async def test_expired_events_go_without_writes(
     opened: Open, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "PRUNE_INTERVAL_S", 0.01)
@@ -271,9 +270,7 @@ async def test_what_is_due_goes_while_nothing_is_written(
         await until(lambda: found.first_seq == 4)
 
 
-async def test_a_short_disk_takes_what_is_only_kept_to_be_read_again(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_low_disk_prunes_acknowledged_events(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(retention=ALL) as found:
         await publish(found, "a", "b")
         await found.acknowledge("one", 4)
@@ -282,7 +279,7 @@ async def test_a_short_disk_takes_what_is_only_kept_to_be_read_again(
         assert found.first_seq == 5
 
 
-async def test_pruning_stops_at_its_limit_and_goes_on_by_itself(opened: Open) -> None:
+async def test_pruning_pauses_and_continues(opened: Open) -> None:
     names = [f"s{number}" for number in range(200)]
     async with opened(retention=ALL) as found:
         await publish(found, *names, sampled=2000)
@@ -295,9 +292,8 @@ async def test_pruning_stops_at_its_limit_and_goes_on_by_itself(opened: Open) ->
         assert (await found.events(found.first_seq - 1, limit=1000)).events[0].seq == found.first_seq
 
 
-async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
-    opened: Open, tmp_path: Path
-) -> None:
+async def test_callback_events_are_kept(opened: Open, tmp_path: Path) -> None:
+    """What a callback was or will be sent is kept until all of it goes."""
     url = "http://127.0.0.1:9/"
     async with opened(retention=RetentionLimits(acknowledged=0, everything=1 << 50)) as found:
         await found.acknowledge("one", 0)
@@ -335,7 +331,7 @@ async def test_what_a_callback_is_or_will_be_told_is_kept_until_all_goes(
     db.close()
 
 
-async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
+async def test_taskless_session_is_pruned_whole(opened: Open) -> None:
     async with opened(retention=RetentionLimits(acknowledged=0, everything=1 << 50)) as found:
         found.record_session(make_identity("capture", task_id="capture-1"))
         found.record_turn(make_turn("capture"))
@@ -350,7 +346,7 @@ async def test_a_session_without_a_task_goes_whole(opened: Open) -> None:
         )
 
 
-def test_the_settings_are_the_journals_and_their_defaults_are_one() -> None:
+def test_retention_defaults_match_settings() -> None:
     assert retention_settings(NodeConfig()) == RetentionLimits()
     said = NodeConfig(keep_acknowledged_mb=1, keep_mb=2, keep_acknowledged_hours=0.5, consumer_hours=2.0)
     assert retention_settings(said) == RetentionLimits(
@@ -367,7 +363,7 @@ def test_the_settings_are_the_journals_and_their_defaults_are_one() -> None:
         ("consumer_hours = inf", "more than 0 hours"),
     ],
 )
-def test_limits_that_can_not_be_are_refused(toml: str, words: str) -> None:
+def test_invalid_limits_are_refused(toml: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config(toml=toml)
 
@@ -375,7 +371,7 @@ def test_limits_that_can_not_be_are_refused(toml: str, words: str) -> None:
 # ── what whoever holds tasks back is told ─────────────────────────────────────
 
 
-async def test_the_journal_tells_what_waits_and_for_how_long(opened: Open, clock: Clock) -> None:
+async def test_waiting_events_and_age_are_reported(opened: Open, clock: Clock) -> None:
     async with opened() as found:
         await found.acknowledge("one", 0)
         assert (found.statistics().unacknowledged_events, found.statistics().oldest_unacknowledged_s) == (
@@ -401,7 +397,7 @@ async def test_the_journal_tells_what_waits_and_for_how_long(opened: Open, clock
         )
 
 
-async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_free_pages_count_as_room(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(retention=RetentionLimits(acknowledged=3 << 18, everything=1 << 50)) as found:
         await found.acknowledge("one", 0)
         await publish(found, *(f"s{number}" for number in range(60)), sampled=4000)
@@ -418,9 +414,8 @@ async def test_free_pages_of_the_journal_are_room_too(opened: Open, monkeypatch:
 # ── what is made once ─────────────────────────────────────────────────────────
 
 
-async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_event_json_is_cached_between_readers(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON of an event is made once for all consumers that read alike."""
     async with opened() as found:
         await publish(found, "a", "b")
         first = await found.events(0, encoder=json_encoder("base64"))
@@ -432,7 +427,7 @@ async def test_the_json_of_an_event_is_made_once_for_all_who_read_alike(
         assert other.events[0].body != first.events[0].body
 
 
-def test_what_was_made_last_is_kept_within_its_bound() -> None:
+def test_recent_cache_respects_its_bound() -> None:
     recent, made = ByteCache(limit=100), []
 
     def make(size: int) -> bytes:
@@ -454,7 +449,8 @@ def test_what_was_made_last_is_kept_within_its_bound() -> None:
     assert made == [40, 40, 40, 40, 60, 60], "b was the least lately used; what is too large is never kept"
 
 
-async def test_several_at_once_make_it_once_and_a_failure_is_each_ones_own() -> None:
+async def test_concurrent_requests_share_one_value() -> None:
+    """Concurrent requests make a value once, and each gets a failure of its own."""
     recent, made = ByteCache(), []
 
     def slowly() -> bytes:

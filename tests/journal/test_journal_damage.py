@@ -94,7 +94,7 @@ async def damaged_rows(journal: Journal) -> list[tuple[str, str]]:
 FLIPPED = "UPDATE {table} SET body = substr(body, 1, 20) || x'ff00ff' || substr(body, 24) WHERE {where}"
 
 
-async def test_a_damaged_turn_costs_itself_and_the_traces_that_need_it(opened: Open, tmp_path: Path) -> None:
+async def test_damaged_turn_costs_only_its_traces(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, "a", "b", "c", turns=3)
     change(tmp_path, FLIPPED.format(table="turns", where="session_id = 'b' AND turn = 1"))
@@ -115,9 +115,7 @@ async def test_a_damaged_turn_costs_itself_and_the_traces_that_need_it(opened: O
         assert journal.statistics().damaged_rows == 1
 
 
-async def test_a_trajectory_whose_row_is_damaged_is_built_again_from_its_turns(
-    opened: Open, tmp_path: Path
-) -> None:
+async def test_damaged_trajectory_is_rebuilt_from_turns(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, "a", "b", metrics={"steps": 3})
         before = await journal.trajectory("b")
@@ -135,7 +133,7 @@ async def test_a_trajectory_whose_row_is_damaged_is_built_again_from_its_turns(
 
 
 @pytest.mark.parametrize("kind", ["group", "task"])
-async def test_the_event_of_a_group_or_task_is_made_again(opened: Open, tmp_path: Path, kind: str) -> None:
+async def test_group_and_task_events_are_remade(opened: Open, tmp_path: Path, kind: str) -> None:
     async with opened() as journal:
         await fill(journal, "a", "b")
         before = await told(journal)
@@ -149,7 +147,7 @@ async def test_the_event_of_a_group_or_task_is_made_again(opened: Open, tmp_path
 @pytest.mark.parametrize(
     ("column", "value"), [("key", "trajectory:z"), ("kind", "trajector?"), ("session_id", None)]
 )
-async def test_an_event_of_which_it_is_not_known_which_it_is_states_this(
+async def test_unidentifiable_event_is_marked_unreadable(
     opened: Open, tmp_path: Path, column: str, value: str | None
 ) -> None:
     async with opened() as journal:
@@ -167,7 +165,8 @@ async def test_an_event_of_which_it_is_not_known_which_it_is_states_this(
         assert await journal.acknowledge("trainer", 9) == 9
 
 
-async def test_damage_elsewhere_in_an_event_s_row_costs_nothing(opened: Open, tmp_path: Path) -> None:
+async def test_other_event_columns_cost_nothing(opened: Open, tmp_path: Path) -> None:
+    """Damage elsewhere in an event's row costs nothing."""
     async with opened() as journal:
         await fill(journal, "a")
         before = await told(journal)
@@ -186,7 +185,7 @@ def nested(depth: int) -> Any:
 
 @pytest.mark.parametrize("depth", [252, 300])
 @pytest.mark.parametrize("part", ["metrics", "metadata"])
-async def test_what_is_too_deep_is_replaced_in_place(opened: Open, depth: int, part: str) -> None:
+async def test_too_deep_parts_are_replaced(opened: Open, depth: int, part: str) -> None:
     async with opened() as journal:
         await fill(journal, "a")
         await fill(journal, "b", **{part: nested(depth)})
@@ -203,7 +202,7 @@ async def test_what_is_too_deep_is_replaced_in_place(opened: Open, depth: int, p
             assert len(lines) == (0 if query.kind == "sft" else 3)
 
 
-async def test_an_encoder_that_fails_makes_one_unreadable_event(opened: Open) -> None:
+async def test_encoder_failure_makes_unreadable_event(opened: Open) -> None:
     def encode(whole: Trajectory) -> bytes:
         if whole.session_id == "b":
             raise KeyError
@@ -227,7 +226,7 @@ async def test_an_encoder_that_fails_makes_one_unreadable_event(opened: Open) ->
         }
 
 
-async def test_memory_that_runs_out_is_no_damage(opened: Open) -> None:
+async def test_out_of_memory_is_no_damage(opened: Open) -> None:
     def encode(_: Trajectory) -> bytes:
         raise MemoryError
 
@@ -235,7 +234,7 @@ async def test_memory_that_runs_out_is_no_damage(opened: Open) -> None:
         encode_trajectory(encode, make_trajectory("a"))
 
 
-async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_path: Path) -> None:
+async def test_task_with_damaged_row_ends(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
         journal.record_session(make_identity("a"))
@@ -256,7 +255,7 @@ async def test_a_task_whose_row_is_damaged_ends_all_the_same(opened: Open, tmp_p
 
 
 @pytest.mark.parametrize("column", ["identity", "sample_index"])
-async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: Path, column: str) -> None:
+async def test_recovery_continues_past_damaged_session(opened: Open, tmp_path: Path, column: str) -> None:
     async with opened() as journal:
         for name in ("a", "b"):
             submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
@@ -291,7 +290,7 @@ async def test_recovery_goes_on_past_a_damaged_session(opened: Open, tmp_path: P
         )
 
 
-async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path: Path) -> None:
+async def test_lost_outcome_becomes_explained_error(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, "a")
     change(tmp_path, "UPDATE sessions SET outcome = x'ff' WHERE session_id = 'a'")
@@ -303,7 +302,7 @@ async def test_a_lost_outcome_is_an_error_with_the_reason(opened: Open, tmp_path
         assert await journal.unfinished_sessions() == ()
 
 
-async def test_damaged_weights_are_passed_over(opened: Open, tmp_path: Path) -> None:
+async def test_damaged_weights_are_skipped(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         for version in ("v1", "v2"):
             serve_weights(journal, version)
@@ -314,7 +313,7 @@ async def test_damaged_weights_are_passed_over(opened: Open, tmp_path: Path) -> 
         assert [row.version for row in await journal.weights(1)] == ["v1"], "what a node begins with"
 
 
-async def test_a_damaged_page_costs_the_rows_on_it(opened: Open, tmp_path: Path) -> None:
+async def test_damaged_page_costs_its_rows(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, *(f"s{number}" for number in range(60)), turns=8)
         count = journal.last_seq
@@ -344,7 +343,7 @@ def corrupt(*_: object) -> NoReturn:
     raise error
 
 
-async def test_an_entry_that_meets_a_damaged_page_costs_itself(opened: Open) -> None:
+async def test_entry_on_damaged_page_fails_alone(opened: Open) -> None:
     async with opened() as journal:
         journal._writer.enqueue(JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged, match="1 entries could not be written"):
@@ -354,7 +353,7 @@ async def test_an_entry_that_meets_a_damaged_page_costs_itself(opened: Open) -> 
         assert (journal.statistics().dropped, journal.statistics().refuses_tasks) == (1, True)
 
 
-async def test_pruning_that_meets_a_damaged_page_stops_no_writing(
+async def test_pruning_damage_stops_no_writes(
     opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("polarnode.journal.writer.prune", corrupt)
@@ -398,7 +397,7 @@ async def test_damaged_page_refuses_new_work(opened: Open, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("pages", [range(1, 2), range(2, 4), range(3, 6), range(6, 12), range(20, 30)])
-async def test_zeroed_pages_give_a_sentence(opened: Open, tmp_path: Path, pages: range) -> None:
+async def test_zeroed_pages_give_clear_error(opened: Open, tmp_path: Path, pages: range) -> None:
     async with opened() as journal:
         await fill(journal, *(f"s{number}" for number in range(20)))
     for page in pages:
@@ -413,7 +412,7 @@ async def test_zeroed_pages_give_a_sentence(opened: Open, tmp_path: Path, pages:
     assert "or move it away to start a new one" in sentence
 
 
-async def test_emptied_journal_is_not_begun_again(opened: Open, tmp_path: Path) -> None:
+async def test_emptied_journal_is_not_recreated(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, "a")
     path = tmp_path / "journal.sqlite"
@@ -459,7 +458,7 @@ async def test_log_of_lost_journal_is_kept(opened: Open, tmp_path: Path) -> None
     assert log.read_bytes() == kept
 
 
-async def test_creation_begins_again_where_killed(opened: Open, tmp_path: Path) -> None:
+async def test_interrupted_creation_starts_over(opened: Open, tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite.new").write_bytes(b"half")
     (tmp_path / "journal.sqlite.new-wal").write_bytes(b"half")
     async with opened() as journal:
@@ -467,7 +466,7 @@ async def test_creation_begins_again_where_killed(opened: Open, tmp_path: Path) 
     assert "journal.sqlite.new" not in os.listdir(tmp_path)
 
 
-def test_a_checksum_is_of_what_sqlite_gives_back() -> None:
+def test_checksum_matches_sqlite_values() -> None:
     assert checksum(1, -0.0, None) == checksum(1.0, 0.0, None)
     assert checksum(float("nan")) == checksum(None)
     assert checksum("a", "bc") != checksum("ab", "c")

@@ -23,7 +23,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("number", "what"), FAULTS)
-def test_refusal_names_the_fault(
+def test_refusal_names_disk_fault(
     number: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(_: int) -> None:
@@ -35,7 +35,7 @@ def test_refusal_names_the_fault(
     assert not list(tmp_path.iterdir()), "what was tried is removed"
 
 
-def test_missing_folder_is_gone(tmp_path: Path) -> None:
+def test_missing_folder_is_reported(tmp_path: Path) -> None:
     assert "is gone" in str(probe_disk(tmp_path / "not mounted"))
 
 

@@ -71,7 +71,7 @@ async def events_of(journal: Journal) -> dict[int, str]:
     return found
 
 
-async def test_what_was_flushed_outlives_kill_9(tmp_path: Path) -> None:
+async def test_flushed_rows_survive_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     chance = random.Random(7)
     flushed: list[dict[str, object]] = []

@@ -44,7 +44,8 @@ async def keys(journal: Journal, filters: EventFilters | None = None) -> list[st
     return [each.key for each in (await journal.events(0, filters=filters)).events]
 
 
-async def test_each_evaluation_gives_a_session_one_numbered_reward(tmp_path: Path) -> None:
+async def test_each_evaluation_gives_numbered_reward(tmp_path: Path) -> None:
+    """Each evaluation gives a session one numbered reward."""
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1.0) as journal:
         write_sessions(journal)
@@ -84,7 +85,8 @@ async def test_each_evaluation_gives_a_session_one_numbered_reward(tmp_path: Pat
     assert check_journal(path).faults == ()
 
 
-async def test_pruning_takes_an_evaluation_with_its_last_reward(tmp_path: Path) -> None:
+async def test_pruning_removes_evaluation_after_rewards(tmp_path: Path) -> None:
+    """Pruning takes an evaluation with its last reward."""
     path, clock = tmp_path / "journal.sqlite", Clock(1000.0)
     retention = RetentionLimits(acknowledged_s=10.0)
     async with open_journal(path, now=lambda: clock.time, retention=retention) as journal:
@@ -106,7 +108,7 @@ async def test_pruning_takes_an_evaluation_with_its_last_reward(tmp_path: Path) 
         assert journal.last_seq == 7, "what was pruned gets no event"
 
 
-async def test_a_damaged_reward_is_one_unreadable_event(tmp_path: Path) -> None:
+async def test_damaged_reward_is_unreadable_event(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1.0) as journal:
         write_sessions(journal)

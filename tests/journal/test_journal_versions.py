@@ -128,15 +128,13 @@ async def recover(journal: Journal) -> list[str]:
     return [each.identity.session_id for each in sessions]
 
 
-def test_there_is_a_journal_of_every_version() -> None:
+def test_every_version_has_a_journal() -> None:
     assert {path.name for path in DATA.iterdir()} == {f"v{version}" for version in VERSIONS}
     assert tuple(MIGRATIONS) == VERSIONS[:-1]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_migration_gives_the_tables_of_a_new_journal(
-    opened: Open, tmp_path: Path, version: int
-) -> None:
+async def test_migrated_tables_match_new_journal(opened: Open, tmp_path: Path, version: int) -> None:
     async with opened(version), open_journal(tmp_path / "new.sqlite", now=lambda: 2000.0):
         pass
     found = layout(tmp_path / "journal.sqlite")
@@ -146,7 +144,7 @@ async def test_migration_gives_the_tables_of_a_new_journal(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-async def test_what_was_written_is_read(opened: Open, version: int) -> None:
+async def test_rows_of_old_version_are_read(opened: Open, version: int) -> None:
     async with opened(version) as journal:
         task = await journal.task_of_key("first")
         assert task is not None

@@ -46,7 +46,7 @@ def overrunning(node: ServingNode) -> str:
     )
 
 
-def test_an_evaluator_out_of_time_costs_the_reward_alone(node: ServingNode) -> None:
+def test_evaluator_timeout_costs_only_reward(node: ServingNode) -> None:
     evaluator = {"name": "command", "config": {"argv": ["sleep", "4201447"]}}
     trajectory = held(node.finished(node.agent(turns=1, evaluator=evaluator, budgets={"post_s": 2.0})))
     assert (trajectory.outcome.status, trajectory.outcome.clock, trajectory.outcome.boundary) == (
@@ -59,7 +59,7 @@ def test_an_evaluator_out_of_time_costs_the_reward_alone(node: ServingNode) -> N
 
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
-def test_a_budget_of_turns_refuses_the_next_call(node: ServingNode, api: str) -> None:
+def test_turn_budget_refuses_next_call(node: ServingNode, api: str) -> None:
     trajectory = held(node.finished(node.agent(turns=None, api=api, budgets={"max_turns": 4})))
     assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "turns")
     assert len([turn for turn in trajectory.turns if turn.state == "complete"]) == 4
@@ -68,16 +68,15 @@ def test_a_budget_of_turns_refuses_the_next_call(node: ServingNode, api: str) ->
     assert "refused 400" in (trajectory.outcome.log_tail or "")
 
 
-def test_a_budget_of_tokens_refuses_the_next_call(node: ServingNode) -> None:
+def test_token_budget_refuses_next_call(node: ServingNode) -> None:
     trajectory = held(node.finished(node.agent(turns=None, max_tokens=16, budgets={"max_tokens": 20})))
     assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "tokens")
     assert sum(len(turn.sampled) for turn in trajectory.turns) == 20
 
 
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
-def test_an_agent_that_meets_the_same_error_in_every_turn_is_ended_with_what_it_has(
-    node: ServingNode, api: str
-) -> None:
+def test_repeated_error_ends_agent(node: ServingNode, api: str) -> None:
+    """An agent that meets the same error in every turn is ended with what it has."""
     looping = node.agent(turns=None, api=api, reply="Error: no tool was called.", budgets={"max_repeats": 3})
     working = node.agent(turns=5, api=api, budgets={"max_repeats": 3})
     trajectory = held(node.finished(looping))
@@ -88,13 +87,13 @@ def test_an_agent_that_meets_the_same_error_in_every_turn_is_ended_with_what_it_
     assert held(node.finished(working)).outcome.status == "completed"
 
 
-def test_a_harness_that_fails_says_so_in_its_own_words(node: ServingNode) -> None:
+def test_failed_harness_shows_own_words(node: ServingNode) -> None:
     trajectory = held(node.finished(node.agent(turns=2, exit=3, say="last-words-of-a-failure")))
     assert (trajectory.outcome.status, trajectory.outcome.exit_code) == ("failed", 3)
     assert "last-words-of-a-failure" in (trajectory.outcome.log_tail or "")
 
 
-def test_a_trainer_cancels_and_keeps_what_was_captured(node: ServingNode) -> None:
+def test_cancelled_session_keeps_its_capture(node: ServingNode) -> None:
     session = node.agent(turns=None, say="to-be-cancelled")
     node.under_way(session, turns=2)
     asked = time.monotonic()
@@ -107,7 +106,7 @@ def test_a_trainer_cancels_and_keeps_what_was_captured(node: ServingNode) -> Non
     assert not node.client.cancel(node.task_of(session))
 
 
-def test_a_container_that_is_killed_costs_its_own_session_alone(node: ServingNode) -> None:
+def test_killed_container_costs_own_session(node: ServingNode) -> None:
     victim, sibling = (
         node.agent(turns=None, say="the-victim", budgets={"retries": 0}),
         node.agent(turns=None, say="the-sibling"),
@@ -123,9 +122,8 @@ def test_a_container_that_is_killed_costs_its_own_session_alone(node: ServingNod
     assert held(node.finished(sibling)).outcome.status == "cancelled"
 
 
-def test_a_harness_out_of_time_is_evaluated_and_leaves_no_process(
-    node: ServingNode, overrunning: str
-) -> None:
+def test_timed_out_harness_is_evaluated(node: ServingNode, overrunning: str) -> None:
+    """A harness out of time is evaluated, and leaves no process."""
     trajectory = held(node.finished(overrunning))
     assert (trajectory.outcome.status, trajectory.outcome.clock) == ("timeout", "run")
     assert "left behind" in (trajectory.outcome.log_tail or "")

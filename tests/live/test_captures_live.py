@@ -29,7 +29,8 @@ def call(node: ServingNode, method: str, path: str, body: Any) -> Any:
     )
 
 
-def test_a_real_model_answers_an_agent_of_ones_own_and_every_token_is_kept(node: ServingNode) -> None:
+def test_real_model_answers_own_agent(node: ServingNode) -> None:
+    """A real model answers an agent of one's own, and every token is kept."""
     opened = call(
         node,
         "POST",

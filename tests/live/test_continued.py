@@ -47,9 +47,7 @@ def check_continued(name: str, theirs: Sequence[Turn], found: Trajectory) -> Non
 
 
 @pytest.mark.parametrize("harness", parameters(RESUMING))
-def test_a_session_goes_on_where_its_node_was_killed(
-    podman_works: None, tmp_path: Path, harness: str
-) -> None:
+def test_session_continues_after_node_kill(podman_works: None, tmp_path: Path, harness: str) -> None:
     program = forking_program(tmp_path, warm=0)
     state, port = tmp_path / "state", free_port()
     with short_temporary() as temporary:

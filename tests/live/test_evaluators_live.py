@@ -87,7 +87,9 @@ def sessions(node: ServingNode) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", EVALUATORS)
-def test_work_is_worth_what_it_is(node: ServingNode, sessions: dict[str, tuple[str, str]], name: str) -> None:
+def test_evaluators_reward_only_fixed_work(
+    node: ServingNode, sessions: dict[str, tuple[str, str]], name: str
+) -> None:
     fixed, broken = (node.finished(session_id) for session_id in sessions[name])
     assert (fixed.reward, fixed.outcome.status) == (1.0, "completed"), (fixed.outcome, fixed.metrics)
     assert (broken.reward, broken.outcome.status) == (0.0, "completed"), (broken.outcome, broken.metrics)

@@ -64,7 +64,7 @@ def difference(fork: Trajectory, parent: Trajectory) -> str | None:
 
 
 @pytest.mark.parametrize("harness", parameters(IN_CI))
-def test_copies_of_a_harness_go_on_each_its_own_way(freezing: ServingNode, harness: str) -> None:
+def test_frozen_copies_continue_separately(freezing: ServingNode, harness: str) -> None:
     at = {"turns": [TURN], "freeze": True}
     [name] = freezing.submit(**task(harness, "counting-5", snapshot_at=at))
     parent = freezing.finished(name)
@@ -102,7 +102,7 @@ def test_copies_of_a_harness_go_on_each_its_own_way(freezing: ServingNode, harne
     assert all(one != other for one, other in pairwise(ways))
 
 
-def test_what_no_copy_can_be_made_of_is_refused(freezing: ServingNode) -> None:
+def test_uncopyable_session_is_refused(freezing: ServingNode) -> None:
     [name] = freezing.submit(**task("pi", "long-3", snapshot_at=[1]))
     assert freezing.finished(name).outcome.status == "completed"
     fork = {"session": name, "turn": 1, "by": "freeze"}

@@ -71,7 +71,7 @@ class Parent:
 
 
 @pytest.mark.parametrize(("harness", "settings_"), list(cases()))
-def test_a_resumed_harness_makes_the_recorded_request(
+def test_resumed_harness_repeats_recorded_request(
     podman_works: None,
     tmp_path: Path,
     harness: str,

@@ -30,7 +30,7 @@ def forking(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.parametrize("harness", parameters(RESUMING))
-def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harness: str) -> None:
+def test_forks_continue_one_state_separately(forking: ServingNode, harness: str) -> None:
     [name] = forking.submit(**task(harness, "long-5", snapshot_at=[0, TURN]))
     parent = forking.finished(name)
     assert parent.outcome.status == "completed", parent.outcome
@@ -57,7 +57,7 @@ def test_forks_go_on_from_one_state_each_its_own_way(forking: ServingNode, harne
     assert forking.finished(first).turns[0].before_key == parent.turns[0].before_key
 
 
-def test_a_group_is_a_tree_whose_forks_are_resumed_from_snapshots(forking: ServingNode) -> None:
+def test_tree_forks_resume_from_snapshots(forking: ServingNode) -> None:
     fork = {"at": "even", "per_session": 2}
     names = forking.submit(
         **task("pi", "long-4", num_samples=3, group={"fork": fork}, snapshot_at={"every": 1})
@@ -79,7 +79,8 @@ def test_a_group_is_a_tree_whose_forks_are_resumed_from_snapshots(forking: Servi
     assert [each.session_id for each in forking.client.forks(root.session_id)] == names[1:]
 
 
-def test_a_state_with_living_processes_or_without_a_snapshot_is_refused(forking: ServingNode) -> None:
+def test_state_without_snapshot_is_refused(forking: ServingNode) -> None:
+    """A state with living processes, or without a snapshot, is refused."""
     [name] = forking.submit(**task("pi", "living-3", snapshot_at=[1, 3]))
     assert forking.finished(name).outcome.status == "completed"
     with pytest.raises(ClientError, match=r"processes lived that were not there at the first call.*sleep"):

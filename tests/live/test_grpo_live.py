@@ -93,7 +93,7 @@ def spec_by_turns(client: PolarnodeClient) -> Callable[..., dict[str, Any]]:
     return placed
 
 
-def test_an_adapter_is_learned_and_the_base_samples_as_before(
+def test_adapter_learns_and_base_stays(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recorded logprobs of each step are the learner's own, so the engine samples by the adapter pushed."""
@@ -126,7 +126,7 @@ def test_an_adapter_is_learned_and_the_base_samples_as_before(
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
 
 
-def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
+def test_second_step_samples_learned_weights(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
@@ -165,9 +165,10 @@ def test_two_steps_and_the_second_is_sampled_by_what_the_first_learned(
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["2"]
 
 
-def test_a_step_on_sessions_and_their_forks_trains_every_sampled_token_once(
+def test_forks_step_trains_tokens_once(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A step on sessions and their forks trains every sampled token once."""
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(ROOT)
     from examples.grpo.__main__ import PACKAGED
@@ -198,7 +199,7 @@ def test_a_step_on_sessions_and_their_forks_trains_every_sampled_token_once(
     )
 
 
-def test_another_run_on_the_same_node_begins_with_its_own_weights(
+def test_another_run_begins_own_weights(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tasks and versions have names of its own, and what the run before left is not sampled from."""
@@ -222,7 +223,7 @@ def test_another_run_on_the_same_node_begins_with_its_own_weights(
     assert client.weights().version == line["version"] == "again-1"
 
 
-def test_trls_trainer_computes_the_logprobs_that_were_recorded(
+def test_trl_recomputes_recorded_logprobs(
     client: PolarnodeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the second rollout too: it is sampled by what the first step learned, whichever node ran it."""

@@ -79,7 +79,7 @@ def runs(steered: ServingNode) -> Runs:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_a_harness_does_what_the_script_says(runs: Runs, case: Case) -> None:
+def test_harness_follows_the_script(runs: Runs, case: Case) -> None:
     run = runs.over(case)
     keep_row(row(run))
     print(told(run))

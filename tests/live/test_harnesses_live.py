@@ -75,7 +75,7 @@ def described(turn: Turn) -> str:
 
 
 @pytest.mark.parametrize("name", HARNESSES)
-def test_a_harness_completes_a_session(trajectories: dict[str, Trajectory], name: str) -> None:
+def test_harness_completes_a_session(trajectories: dict[str, Trajectory], name: str) -> None:
     trajectory = trajectories[name]
     expected = (
         ("completed", "timeout", "failed") if GIVES_UP & set(name.split()) else ("completed", "timeout")
@@ -100,7 +100,7 @@ def provider_of(name: str) -> str:
 @pytest.mark.parametrize(
     "name", [name for name in HARNESSES if "claude" not in name and "gemini" not in name]
 )
-def test_an_undisturbed_session_is_one_lineage(trajectories: dict[str, Trajectory], name: str) -> None:
+def test_undisturbed_session_is_one_lineage(trajectories: dict[str, Trajectory], name: str) -> None:
     """They send what they were told, and nothing else: each turn extends the one before, and one sequence
     holds them all.
 
@@ -125,7 +125,7 @@ def test_claude_code_streams_long_prompts(trajectories: dict[str, Trajectory], n
     assert all(turn.prompt_length > LONG_PROMPT for turn in trajectories[name].turns)
 
 
-def test_claude_code_goes_on_where_it_was_cut(trajectories: dict[str, Trajectory]) -> None:
+def test_claude_code_continues_cut_answer(trajectories: dict[str, Trajectory]) -> None:
     """Its own "Resume directly" extends the cut sample, token for token: twenty thousand tokens are one
     sequence for all of these turns.
     """
@@ -144,7 +144,7 @@ def shows_text(turn: Turn) -> bool:
     return bool(parts) and all(isinstance(part, TextPart) and part.text.strip() for part in parts)
 
 
-def test_everything_can_be_checked_without_polarnode(
+def test_trajectories_verify_without_polarnode(
     trajectories: dict[str, Trajectory], node: ServingNode, tmp_path: Path
 ) -> None:
     """Every session this node ran so far, timed out, cancelled and failed ones too: plain transformers finds

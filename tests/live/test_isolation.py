@@ -93,12 +93,12 @@ def test_nothing_outside_can_be_reached(report: dict[str, Any], node: ServingNod
     assert node.status()["node"] == node.node_id  # and the node does listen
 
 
-def test_the_door_is_the_only_thing_there(report: dict[str, Any]) -> None:
+def test_only_the_endpoint_is_there(report: dict[str, Any]) -> None:
     assert report["listening"] == [DOOR]
     assert report["unix"] == []
 
 
-def test_only_its_own_key_opens_the_door(report: dict[str, Any]) -> None:
+def test_endpoint_needs_its_own_key(report: dict[str, Any]) -> None:
     assert report["own_key"] == 200
     assert report["other_key"] == 401
     assert report["other_key_anthropic"] == 401
@@ -109,18 +109,18 @@ def test_only_its_own_key_opens_the_door(report: dict[str, Any]) -> None:
     assert report["no_key"] == 401
 
 
-def test_the_control_plane_is_not_behind_the_door(report: dict[str, Any]) -> None:
+def test_endpoint_has_no_control_plane(report: dict[str, Any]) -> None:
     """Not even for somebody who has its token."""
     assert set(report["control"].values()) == {404}
     assert report["submitted"] == 404
 
 
-def test_nothing_of_the_nodes_environment_is_inside(report: dict[str, Any]) -> None:
+def test_node_environment_stays_outside(report: dict[str, Any]) -> None:
     assert report["leaked"] == []
     assert set(report["environment"]) <= OURS | PLAIN
 
 
-def test_other_processes_and_rights_are_out_of_sight(report: dict[str, Any]) -> None:
+def test_other_processes_and_rights_are_hidden(report: dict[str, Any]) -> None:
     """Its own process, and the first one of the container. No capability, and no way to gain one."""
     assert len(report["processes"]) == 2, report["processes"]
     assert set(report["capabilities"]) == {"0000000000000000", "1"}

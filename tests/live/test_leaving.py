@@ -40,9 +40,10 @@ def task(api: str, how: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("api", "how"), WAYS, ids=["-".join(way) for way in WAYS])
-def test_an_answer_left_in_the_middle_is_given_whole(
+def test_answer_abandoned_midway_is_resent(
     steered: ServingNode, sessions: dict[tuple[str, str], str], api: str, how: str
 ) -> None:
+    """An answer left in the middle is given whole when it is asked for again."""
     session = sessions[api, how]
     trajectory = steered.finished(session)
     print(

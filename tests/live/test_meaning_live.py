@@ -43,9 +43,10 @@ def sessions(steered: ServingNode) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_what_is_sampled_behind_a_script_is_what_its_row_says(
+def test_sampled_rows_keep_their_meaning(
     steered: ServingNode, sessions: dict[str, str], case: Case, tmp_path: Path
 ) -> None:
+    """What is sampled behind a script is what its row says."""
     session = sessions[case.name]
     until(
         lambda: steered.client.session(session)["session"]["outcome"],

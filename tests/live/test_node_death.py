@@ -83,9 +83,7 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("node") / "state"
 
 
-def test_a_killed_node_leaves_nothing_and_loses_nothing(
-    podman_works: None, state_dir: Path, temporary: Path
-) -> None:
+def test_killed_node_leaves_and_loses_nothing(podman_works: None, state_dir: Path, temporary: Path) -> None:
     with serving(state_dir, temporary) as node:
         reader = Reader(node.client)
         killed = killed_in_mid_run(node)

@@ -42,7 +42,7 @@ def beside(podman_works: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     [block for page in OTHERS for block in shell_blocks(page) if not block.note],
     ids=lambda block: f"{Path(block.page).stem}-{block.line}",
 )
-def test_the_commands_of_a_page_run_as_they_stand(block: Block, beside: Beside) -> None:
+def test_page_commands_run_as_written(block: Block, beside: Beside) -> None:
     done = beside.run(block)
     assert done.returncode == 0, f"{block.page}:{block.line}\n{block.text}\n{done.stdout}\n{done.stderr}"
     assert done.stdout + done.stderr

@@ -70,7 +70,8 @@ def user(podman_works: None) -> Iterator[User]:
         yield found
 
 
-def test_without_subordinate_ids_the_administrator_s_step_is_named(user: User) -> None:
+def test_missing_subordinate_ids_name_remedy(user: User) -> None:
+    """Without subordinate ids the administrator's step is named."""
     ran = user.polarnode("--cpu", subordinate=False)
     assert ran.returncode == 1
     assert "this user is not root and has 1 ids of its own, where containers need 65536" in ran.stderr
@@ -78,7 +79,8 @@ def test_without_subordinate_ids_the_administrator_s_step_is_named(user: User) -
     assert "without it, --no-containers takes captures" in ran.stderr
 
 
-def test_what_this_machine_does_not_keep_is_told_before_anything_starts(user: User) -> None:
+def test_missing_limits_are_told_early(user: User) -> None:
+    """The limits that this machine does not keep are told before anything starts."""
     doctor = user.polarnode("doctor", "--cpu")
     assert "✓ rights: root of a user namespace with 65537 ids, not of this machine" in doctor.stdout
     assert "one user namespace for all containers" in doctor.stdout
@@ -89,7 +91,7 @@ def test_what_this_machine_does_not_keep_is_told_before_anything_starts(user: Us
     assert "accept it: --limits best_effort" in refused.stderr
 
 
-def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) -> None:
+def test_sessions_run_and_leave_nothing(user: User, base_image: Path) -> None:
     loaded = user.run(sys.executable, "-B", "-c", LOAD, str(base_image))
     assert loaded.returncode == 0, loaded.stderr
     (user.home / "image").mkdir()
@@ -130,7 +132,8 @@ def test_sessions_run_are_ended_and_leave_nothing(user: User, base_image: Path) 
     assert not [each for each in user.processes().values() if "565656" in each]
 
 
-def test_without_containers_captures_are_taken_and_tasks_refused(user: User) -> None:
+def test_captures_work_without_containers(user: User) -> None:
+    """Without containers captures are taken, and tasks refused."""
     port = free_port()
     words = ("--no-containers", "--engine", "simulated", "--gpus", "0", "--port", str(port))
     state = ("--state-dir", str(user.home / "other" / "state"))

@@ -47,7 +47,7 @@ def told(script: Script, prompt: "array[int]") -> tuple[Said, Answer]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_node_reads_each_step_as_it_was_written(script: Script, case: Case) -> None:
+def test_node_parses_each_scripted_step(script: Script, case: Case) -> None:
     """Turn after turn, each prompt holding what was said before: the steps in their order, with their calls
     as they stand in the case.
     """
@@ -76,7 +76,7 @@ def after(script: Script, prompt: "array[int]", said: Said) -> "array[int]":
     )
 
 
-def test_a_thought_that_the_template_opened_is_closed(script: Script) -> None:
+def test_thought_opened_by_template_is_closed(script: Script) -> None:
     prompt = script.model.template.root(opening(CASES[0]))
     assert script.model.family.think_open is not None
     said, answer = told(script, prompt + ids([script.model.family.think_open]))
@@ -84,12 +84,12 @@ def test_a_thought_that_the_template_opened_is_closed(script: Script) -> None:
     assert script.model.family.think_close in said.ids
 
 
-def test_a_call_without_the_tools_is_beside(script: Script) -> None:
+def test_call_without_tools_is_beside(script: Script) -> None:
     said, answer = told(script, script.model.template.root(opening(CASES[0], tools=False)))
     assert (said.step, answer.text, answer.calls) == (None, BESIDE, ())
 
 
-def test_who_names_no_case_is_left_free(script: Script) -> None:
+def test_conversation_without_case_is_free(script: Script) -> None:
     assert (
         script.answer(
             script.model.template.root(Conversation(messages=(Message(role="user", text="Hello."),)))
@@ -99,7 +99,7 @@ def test_who_names_no_case_is_left_free(script: Script) -> None:
 
 
 @pytest.mark.parametrize("case", LED, ids=lambda case: case.name)
-def test_a_script_lets_go_of_its_harness(script: Script, case: Case) -> None:
+def test_script_releases_its_harness(script: Script, case: Case) -> None:
     """Behind the scripted turns the policy is free, and stays so."""
     prompt = script.model.template.root(opening(case))
     for step in case.steps[:-1]:
@@ -111,7 +111,7 @@ def test_a_script_lets_go_of_its_harness(script: Script, case: Case) -> None:
     assert script.answer(after(script, prompt, Said(case=case.name, step=None, ids=called))) is None
 
 
-def test_an_answer_that_was_cut_is_gone_on_with(script: Script) -> None:
+def test_cut_answer_is_continued(script: Script) -> None:
     prompt = script.model.template.root(opening(LONG))
     whole = told(script, prompt)[0].ids
     begun, rest = whole[:100], script.answer(prompt + ids(whole[:100]))
@@ -119,7 +119,7 @@ def test_an_answer_that_was_cut_is_gone_on_with(script: Script) -> None:
     assert begun + rest.ids == whole
 
 
-def test_after_its_last_step_a_script_repeats_it(script: Script) -> None:
+def test_last_step_is_repeated(script: Script) -> None:
     """A harness may ask again after the last word; it gets the same."""
     case = CASES[0]
     prompt = script.model.template.root(opening(case))
@@ -129,13 +129,13 @@ def test_after_its_last_step_a_script_repeats_it(script: Script) -> None:
     assert said.step == len(case.steps) - 1
 
 
-def test_cases_are_told_apart_by_their_names(script: Script) -> None:
+def test_cases_are_distinguished_by_name(script: Script) -> None:
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
         assert script.answer(script.model.template.root(opening(case))).case == case.name  # type: ignore[union-attr]
 
 
-def test_every_harness_is_a_case_in_every_api_it_speaks() -> None:
+def test_every_harness_api_has_a_case() -> None:
     plain = {case.name for case in CASES}
     assert {
         f"{name}.{api}" for name, harness in HARNESSES.items() if name != "shell" for api in harness.apis
@@ -150,7 +150,7 @@ def test_every_harness_is_a_case_in_every_api_it_speaks() -> None:
     assert sum(case.in_ci for case in CASES) >= 6
 
 
-def test_decoded_shows_what_was_rendered(script: Script) -> None:
+def test_decoded_prompt_shows_rendered_text(script: Script) -> None:
     prompt = script.model.template.root(opening(CASES[0]))
     text = decoded(prompt, script.model.tokenizer)
     assert CASES[0].task()["instruction"] in text

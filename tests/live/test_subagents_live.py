@@ -44,7 +44,7 @@ def sessions(steered: ServingNode) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("helped", parameters())
-def test_a_helper_is_known_for_one(steered: ServingNode, sessions: dict[str, str], helped: Helped) -> None:
+def test_sub_agent_is_recognised(steered: ServingNode, sessions: dict[str, str], helped: Helped) -> None:
     session = sessions[helped.harness]
     until(
         lambda: steered.client.session(session)["session"]["outcome"],

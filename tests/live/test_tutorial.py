@@ -42,7 +42,7 @@ def ran(block: Block, reader: Beside) -> str:
     return done.stdout
 
 
-def test_the_tutorial_works_word_by_word(podman_works: None, tmp_path: Path) -> None:
+def test_tutorial_works_as_written(podman_works: None, tmp_path: Path) -> None:
     reader, printed = Beside(folder=tmp_path, port=free_port()), ""
     try:
         with ExitStack() as node:

@@ -54,7 +54,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def test_each_token_is_of_the_weights_its_span_names(
+async def test_token_weights_match_its_span(
     podman_works: None, other: Path, tmp_path: Path, temporary: Path
 ) -> None:
     settings = NodeConfig(

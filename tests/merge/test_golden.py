@@ -11,7 +11,7 @@ from golden_kit import FOLDER, SESSIONS, golden
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_sessions_rows_are_as_they_were(name: str) -> None:
+def test_session_rows_match_golden_files(name: str) -> None:
     kept = json.loads((FOLDER / f"{name}.json").read_text())
     found = golden(name)
     assert found["turns"] == kept["turns"]
@@ -21,5 +21,5 @@ def test_a_sessions_rows_are_as_they_were(name: str) -> None:
     assert found == kept
 
 
-def test_no_golden_file_is_left_over() -> None:
+def test_no_golden_file_left_over() -> None:
     assert {file.stem for file in FOLDER.iterdir()} == set(SESSIONS)

@@ -98,9 +98,10 @@ EXCUSED: dict[str, Callable[[Message], Message]] = {
 
 @pytest.mark.parametrize(("field", "change"), EXCUSED.items(), ids=EXCUSED.keys())
 @pytest.mark.parametrize(("old", "new"), [("_", "_"), ("_", ""), ("call_", "toolu_")])
-def test_our_own_message_is_excused_by_its_call_ids_and_the_edit_is_noted(
+def test_call_ids_excuse_edited_answer(
     field: str, change: Callable[[Message], Message], old: str, new: str
 ) -> None:
+    """Our own message is excused by its call ids, and the edit is noted."""
     session, messages = two_steps()
     plain = session.begin(ask(*messages, user("next")))
     edited = session.begin(ask(*[spelled(m, old, new) for m in each(change)(messages)], user("next")))
@@ -115,7 +116,7 @@ def test_our_own_message_is_excused_by_its_call_ids_and_the_edit_is_noted(
     )
 
 
-def test_a_turn_without_calls_is_excused_by_its_signature() -> None:
+def test_signature_excuses_turn_without_calls() -> None:
     session = Session()
     turn, answer = session.say(ask(user()), "the answer", thinking="hm")
     signed = evolve(answer, text="", refs=(session.lineages.references.signature(turn.index),))
@@ -126,7 +127,7 @@ def test_a_turn_without_calls_is_excused_by_its_signature() -> None:
     )
 
 
-def test_calls_that_do_not_carry_our_ids_excuse_nothing() -> None:
+def test_foreign_call_ids_excuse_nothing() -> None:
     session = Session()
     pending = session.begin(ask(user()))
     foreign = ToolCall(id="call_from_elsewhere", name="bash", arguments="{}")
@@ -156,7 +157,8 @@ REWRITES: dict[str, Callable[[Message], Message]] = {
 
 
 @pytest.mark.parametrize("change", REWRITES.values(), ids=REWRITES.keys())
-def test_a_rewritten_answer_is_rendered_as_the_client_shows_it(change: Callable[[Message], Message]) -> None:
+def test_rewritten_answer_rendered_as_shown(change: Callable[[Message], Message]) -> None:
+    """A rewritten answer is rendered as the client shows it."""
     session, messages = two_steps()
     place = max(at for at, message in enumerate(messages) if message.role == "assistant")
     rewritten = [*messages[:place], change(messages[place]), *messages[place + 1 :], user("next")]
@@ -169,7 +171,8 @@ def test_a_rewritten_answer_is_rendered_as_the_client_shows_it(change: Callable[
 
 
 @pytest.mark.parametrize("place", range(7))
-def test_a_changed_client_message_attaches_strictly_above_it(place: int) -> None:
+def test_changed_client_message_attaches_above(place: int) -> None:
+    """A changed client message attaches strictly above it."""
     session, messages = two_steps()
     if messages[place].role == "assistant":
         pytest.skip("ours")
@@ -182,7 +185,7 @@ def test_a_changed_client_message_attaches_strictly_above_it(place: int) -> None
     assert (pending.plan.parent, pending.plan.reason) != (None, "rewrite") or place < 2
 
 
-def test_a_message_without_text_is_one_too() -> None:
+def test_empty_message_counts_in_path() -> None:
     """An empty result, and a turn that was only a call: without it the path is another."""
     session = Session()
     _, answer = session.say(ask(system(), user()), "", [("bash", "{}")])
@@ -198,13 +201,15 @@ def test_a_message_without_text_is_one_too() -> None:
         assert session.begin(ask(*kept)).plan.parent != 1
 
 
-def test_references_never_override_a_changed_client_message() -> None:
+def test_references_never_override_client_change() -> None:
+    """References never override a changed client message."""
     session, messages = two_steps()
     changed = [messages[0], user("do something else"), *messages[2:]]
     assert session.lineages.plan(ask(*changed)).parent is None
 
 
-def test_a_foreign_assistant_message_is_no_match_but_what_follows_may_be() -> None:
+def test_match_continues_past_foreign_message() -> None:
+    """A foreign assistant message is no match, but later messages may be."""
     session = Session()
     shown = [system(), user("example"), said("like this"), user("now you")]
     first, answer = session.say(ask(*shown), "like that")
@@ -214,7 +219,7 @@ def test_a_foreign_assistant_message_is_no_match_but_what_follows_may_be() -> No
     assert (pending.plan.parent, pending.plan.matched, pending.plan.notes) == (0, 5, ())
 
 
-def test_the_deepest_match_wins() -> None:
+def test_deepest_match_wins() -> None:
     session, messages = two_steps()
     turn, answer = session.say(ask(*messages), "done")
     assert session.lineages.plan(ask(*messages, answer)).parent == turn.index
@@ -231,7 +236,7 @@ def twins(calls: bool) -> tuple[Session, list[Message]]:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_twins_are_told_apart_by_their_call_ids(which: int) -> None:
+def test_call_ids_tell_twins_apart(which: int) -> None:
     session, made = twins(calls=True)
     pending = session.begin(ask(user(), made[which], told(made[which].calls[0], "ok")))
     assert pending.plan.parent == which
@@ -239,7 +244,7 @@ def test_twins_are_told_apart_by_their_call_ids(which: int) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_twins_are_told_apart_by_the_result_alone_or_by_a_signature(which: int) -> None:
+def test_result_or_signature_tells_twins_apart(which: int) -> None:
     session, made = twins(calls=True)
     bare = renamed(made[0], made[0].calls[0].id, "")
     assert session.begin(ask(user(), bare, told(made[which].calls[0], "ok"))).plan.parent == 2, (
@@ -249,20 +254,21 @@ def test_twins_are_told_apart_by_the_result_alone_or_by_a_signature(which: int) 
     assert session.begin(ask(user(), signed, told("", "ok"))).plan.parent == which
 
 
-def test_twins_without_references_are_ambiguous_and_the_latest_is_taken() -> None:
+def test_twins_without_references_take_latest() -> None:
+    """Twins without references are ambiguous, and the latest is taken."""
     session, made = twins(calls=False)
     plan = session.lineages.plan(ask(user(), made[0], user("next")))
     assert plan.parent == 2
     assert plan.notes == ("ambiguous: turns 0, 1, 2 fit equally well, the latest is taken",)
 
 
-def test_a_forged_reference_does_not_choose_a_twin() -> None:
+def test_forged_reference_chooses_no_twin() -> None:
     session, made = twins(calls=False)
     forged = References("another session", b"x").signature(0)
     assert session.lineages.plan(ask(user(), evolve(made[0], refs=(forged,)), user("next"))).parent == 2
 
 
-def test_twins_are_told_apart_by_what_lies_above_them() -> None:
+def test_parents_tell_twins_apart() -> None:
     session, made = twins(calls=True)
     children = [
         session.say(ask(user(), twin, told(twin.calls[0], "ok")), "then this")[1] for twin in made[:2]
@@ -278,7 +284,7 @@ def test_twins_are_told_apart_by_what_lies_above_them() -> None:
 # ── the pass itself ───────────────────────────────────────────────────────────
 
 
-def test_an_empty_session_matches_nothing() -> None:
+def test_empty_session_matches_nothing() -> None:
     found = attach(
         ask(system(), user()),
         "agent-1",
@@ -291,7 +297,7 @@ def test_an_empty_session_matches_nothing() -> None:
     assert found.path.opening == found.path.key[:8]
 
 
-def test_the_labels_name_what_comes_first() -> None:
+def test_key_labels_depend_on_beginning() -> None:
     session, messages = two_steps()
     one = session.lineages.plan(ask(*messages)).before_key.split(".")
     other = session.lineages.plan(ask(*messages, user("x"))).before_key.split(".")
@@ -338,7 +344,7 @@ def diverged(*messages: Message) -> tuple[str, ...]:
         ((system(), user(), said("one"), user("interrupted")), "diverged: message 3 (user) is not"),
     ],
 )
-def test_the_first_message_that_is_another_is_told(messages: tuple[Message, ...], note: str) -> None:
+def test_first_differing_message_is_noted(messages: tuple[Message, ...], note: str) -> None:
     assert any(found.startswith(note) for found in diverged(*messages))
 
 
@@ -351,5 +357,6 @@ def test_the_first_message_that_is_another_is_told(messages: tuple[Message, ...]
         (system(), user(), said("one"), told("x", "a.txt"), said("rewritten"), user("on")),
     ],
 )
-def test_what_is_no_change_of_a_clients_message_is_not_told_as_one(messages: tuple[Message, ...]) -> None:
+def test_unchanged_message_is_not_noted(messages: tuple[Message, ...]) -> None:
+    """Messages that differ in nothing of the client's are not noted as changed."""
     assert not any(found.startswith("diverged") for found in diverged(*messages))

@@ -76,7 +76,8 @@ def siblings() -> Session:
 
 
 @pytest.mark.parametrize("builder", [prefix_merging, per_request])
-def test_rows_beyond_the_size_of_a_session_are_not_made(builder: Callable[..., Built]) -> None:
+def test_rows_over_session_size_are_omitted(builder: Callable[..., Built]) -> None:
+    """Rows beyond the size of a session are not made."""
     turns = siblings().turns
     lengths = [len(trace.token_ids) for trace in builder(turns, {}).traces]
     assert len(lengths) == 4
@@ -86,7 +87,8 @@ def test_rows_beyond_the_size_of_a_session_are_not_made(builder: Callable[..., B
     assert check(turns, built).trainable == sum(len(turn.sampled) for turn in turns[:2])
 
 
-def test_a_turn_of_a_row_that_is_not_made_is_trained_in_another() -> None:
+def test_turn_of_omitted_row_trains_elsewhere() -> None:
+    """A turn of a row that is not made is trained in another."""
     session, messages = grown(4)
     session.say(ask(*messages[:4], user("something else")), "short")
     long, short = [len(trace.token_ids) for trace in prefix_merging(session.turns, {}).traces]
@@ -97,7 +99,7 @@ def test_a_turn_of_a_row_that_is_not_made_is_trained_in_another() -> None:
     check(session.turns, built)
 
 
-def test_a_session_is_built_within_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builders_default_to_session_size(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = siblings().turns
     [first, *_] = prefix_merging(turns, {}).traces
     for builder in (prefix_merging, per_request):
@@ -111,7 +113,8 @@ def test_a_session_is_built_within_its_size(monkeypatch: pytest.MonkeyPatch) -> 
 # ── prefix merging ────────────────────────────────────────────────────────────
 
 
-def test_a_line_of_turns_is_one_row_of_exactly_what_was_seen_and_sampled() -> None:
+def test_lineage_becomes_one_exact_row() -> None:
+    """A line of turns is one row of exactly the seen and the sampled tokens."""
     session, _ = grown(3)
     built = prefix_merging(session.turns, {})
     [trace] = built.traces
@@ -135,7 +138,7 @@ def test_a_line_of_turns_is_one_row_of_exactly_what_was_seen_and_sampled() -> No
     check(session.turns, built)
 
 
-def test_version_spans_are_the_engines_moved_into_the_row() -> None:
+def test_version_spans_move_into_row() -> None:
     session, _ = grown(2)
     [trace] = prefix_merging(session.turns, {}).traces
     moved = [(span.version, span.start - start, span.end - start) for turn, start in zip(session.turns, (s.start for s in trace.turn_spans), strict=True)
@@ -145,7 +148,8 @@ def test_version_spans_are_the_engines_moved_into_the_row() -> None:
     ]
 
 
-def test_a_fork_is_two_rows_and_the_trunk_is_trained_in_the_first() -> None:
+def test_fork_trains_trunk_in_first_row() -> None:
+    """A fork is two rows, and the trunk is trained in the first."""
     session, messages = grown(2)
     session.say(ask(*messages), "one end")
     session.say(ask(*messages, user("or")), "other end")
@@ -156,7 +160,8 @@ def test_a_fork_is_two_rows_and_the_trunk_is_trained_in_the_first() -> None:
     check(session.turns, built)
 
 
-def test_the_first_leaf_is_the_first_by_index_whatever_order_turns_come_in() -> None:
+def test_first_leaf_is_lowest_index() -> None:
+    """The first leaf is the first by index, whatever order turns come in."""
     session, messages = grown(2)
     for end in ("a", "b", "c"):
         session.say(ask(*messages, user(end)), end)
@@ -165,7 +170,7 @@ def test_the_first_leaf_is_the_first_by_index_whatever_order_turns_come_in() -> 
     assert [trained(trace) for trace in forward.traces] == [[0, 1, 2], [3], [4]]
 
 
-def test_roots_are_rows_of_their_own() -> None:
+def test_each_root_has_own_row() -> None:
     session, _ = grown(2)
     session.say(ask(system("helper"), user()), "helped", hints={"agent": "a1"})
     built = prefix_merging(session.turns, {})
@@ -173,7 +178,7 @@ def test_roots_are_rows_of_their_own() -> None:
     assert [trace.role for trace in built.traces] == ["main", "subagent"]
 
 
-def test_a_cut_answer_that_went_on_is_one_row() -> None:
+def test_resumed_answer_is_one_row() -> None:
     session = Session()
     _, half = session.say(ask(user()), "half", finish="length")
     session.say(ask(user(), half), " and half")
@@ -183,14 +188,14 @@ def test_a_cut_answer_that_went_on_is_one_row() -> None:
     check(session.turns, built)
 
 
-def test_no_turns_are_no_rows() -> None:
+def test_no_turns_give_no_rows() -> None:
     assert prefix_merging((), {}) == per_request((), {}) == Built(traces=())
 
 
 # ── which turns are trained ───────────────────────────────────────────────────
 
 
-def test_a_failed_turn_is_left_out() -> None:
+def test_failed_turn_is_left_out() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "broken", state="failed")
     built = prefix_merging(session.turns, {})
@@ -198,14 +203,15 @@ def test_a_failed_turn_is_left_out() -> None:
     assert left(built) == {1: "failed"}
 
 
-def test_a_turn_that_sampled_nothing_is_left_out() -> None:
+def test_turn_without_sample_is_left_out() -> None:
     session, messages = grown(1)
     pending = session.begin(ask(*messages))
     session.end(pending, session.answer(pending.plan, ""), state="partial", sampled=[])
     assert left(prefix_merging(session.turns, {})) == {1: "empty"}
 
 
-def test_what_extends_a_turn_that_sampled_nothing_is_a_row() -> None:
+def test_extension_of_empty_turn_is_row() -> None:
+    """A turn that extends one without a sample is a row."""
     session, messages = grown(1)
     pending = session.begin(ask(*messages))
     answer = session.answer(pending.plan, "")
@@ -216,7 +222,7 @@ def test_what_extends_a_turn_that_sampled_nothing_is_a_row() -> None:
     check(session.turns, built)
 
 
-def test_a_cut_turn_that_was_asked_again_is_superseded() -> None:
+def test_reasked_cut_turn_is_superseded() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     session.say(ask(*messages), "whole")
@@ -225,14 +231,14 @@ def test_a_cut_turn_that_was_asked_again_is_superseded() -> None:
     check(session.turns, built)
 
 
-def test_a_cut_turn_is_known_to_be_asked_again_by_its_body() -> None:
+def test_reasked_cut_turn_known_by_body() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial", request_key="body")
     session.say(ask(*messages), "whole", request_key="body", hints={"agent": "another name"})
     assert left(prefix_merging(session.turns, {})) == {1: "superseded"}
 
 
-def test_a_cut_turn_that_nobody_asked_again_stays() -> None:
+def test_cut_turn_without_retry_stays() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     session.say(ask(*messages, user("something else")), "whole")
@@ -241,14 +247,15 @@ def test_a_cut_turn_that_nobody_asked_again_stays() -> None:
     assert built.traces[0].finish_reason == "abort"
 
 
-def test_a_cut_turn_whose_retry_failed_stays() -> None:
+def test_cut_turn_with_failed_retry_stays() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     session.say(ask(*messages), "broken", state="failed")
     assert left(prefix_merging(session.turns, {})) == {2: "failed"}
 
 
-def test_a_cut_turn_that_was_gone_on_with_stays_though_it_was_asked_again() -> None:
+def test_resumed_cut_turn_stays_though_reasked() -> None:
+    """A cut turn that was resumed stays, though it was asked for again."""
     session = Session()
     _, half = session.say(ask(user()), "half", state="partial")
     session.say(ask(user()), "whole")
@@ -257,7 +264,7 @@ def test_a_cut_turn_that_was_gone_on_with_stays_though_it_was_asked_again() -> N
     assert (rows(built), left(built)) == ([[1], [0, 2]], {})
 
 
-def test_of_several_cut_turns_the_last_stays() -> None:
+def test_last_of_several_cut_turns_stays() -> None:
     session = Session()
     for text in ("a", "ab", "abc"):
         session.say(ask(user()), text, state="partial")
@@ -281,7 +288,7 @@ def side_calls() -> Session:
     return session
 
 
-def test_side_calls_are_left_out_unless_asked_for() -> None:
+def test_side_calls_left_out_by_default() -> None:
     session = side_calls()
     built = prefix_merging(session.turns, {})
     assert (rows(built), left(built)) == ([[0]], {1: "auxiliary", 2: "compaction"})
@@ -301,7 +308,7 @@ def test_side_calls_are_left_out_unless_asked_for() -> None:
         (["main", "subagent", "auxiliary", "compaction"], [0, 1, 2], {}),
     ],
 )
-def test_a_task_says_which_roles_are_trained(
+def test_train_roles_select_trained_turns(
     roles: list[Json], trained_turns: list[int], reasons: dict[int, str]
 ) -> None:
     session = side_calls()
@@ -312,7 +319,8 @@ def test_a_task_says_which_roles_are_trained(
         check(session.turns, built)
 
 
-def test_a_side_call_that_a_trained_turn_extends_is_context() -> None:
+def test_extended_side_call_is_context() -> None:
+    """A side call that a trained turn extends is context."""
     session = Session()
     session.say(ask(system(), user()), "x")
     head = system("You are a title generator. You output ONLY a thread title.")
@@ -338,7 +346,7 @@ def both(session: Session, config: Mapping[str, Json]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("name", ["train_superseded", "train_failed", "train_cut", "train_partial"])
-def test_a_setting_may_say_its_default(name: str) -> None:
+def test_explicit_default_changes_nothing(name: str) -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     session.say(ask(*messages), "whole", finish="length")
@@ -350,7 +358,7 @@ def test_a_setting_may_say_its_default(name: str) -> None:
     )
 
 
-def test_a_superseded_turn_is_trained_when_asked_for() -> None:
+def test_train_superseded_keeps_superseded_turns() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     session.say(ask(*messages), "whole")
@@ -358,7 +366,7 @@ def test_a_superseded_turn_is_trained_when_asked_for() -> None:
     assert rows(prefix_merging(session.turns, {"train_superseded": True})) == [[0, 1], [0, 2]]
 
 
-def test_what_was_sampled_before_the_engine_failed_is_trained_when_asked_for() -> None:
+def test_train_failed_keeps_sample_before_failure() -> None:
     session, messages = grown(1)
     session.say(ask(*messages), "broken", state="failed")
     pending = session.begin(ask(*messages))
@@ -370,7 +378,8 @@ def test_what_was_sampled_before_the_engine_failed_is_trained_when_asked_for() -
         check(session.turns, built)
 
 
-def test_of_a_failed_turn_nothing_is_trained_that_lacks_a_logprob() -> None:
+def test_failed_turn_without_logprob_is_untrained() -> None:
+    """A failed turn that lacks a logprob is not trained."""
     session, messages = grown(1)
     session.say(ask(*messages), "broken", state="failed")
     bare = [session.turns[0], evolve(session.turns[1], logprobs=session.turns[1].logprobs[:-1])]
@@ -379,7 +388,7 @@ def test_of_a_failed_turn_nothing_is_trained_that_lacks_a_logprob() -> None:
     check(bare, built, train_failed=True)
 
 
-def test_answers_cut_at_their_limit_are_left_out_when_asked_for() -> None:
+def test_train_cut_off_drops_length_cuts() -> None:
     session, messages = grown(1)
     _, half = session.say(ask(*messages), "half", finish="length")
     session.say(ask(*messages, half, user("and?")), "more")
@@ -392,7 +401,8 @@ def test_answers_cut_at_their_limit_are_left_out_when_asked_for() -> None:
     ), "it is context of what came after it"
 
 
-def test_an_answer_that_went_on_after_a_cut_ends_as_its_last_piece_does() -> None:
+def test_resumed_answer_ends_as_last_piece() -> None:
+    """An answer that went on after a cut ends as its last piece does."""
     session = Session()
     _, half = session.say(ask(user()), "half", finish="length")
     session.say(ask(user(), half), " and half", finish="length")
@@ -401,14 +411,16 @@ def test_an_answer_that_went_on_after_a_cut_ends_as_its_last_piece_does() -> Non
     assert both(session, {"train_cut": False}) == {0: "length", 1: "length"}
 
 
-def test_answers_whose_client_left_are_left_out_when_asked_for() -> None:
+def test_train_partial_off_drops_partial_answers() -> None:
+    """Answers whose client left are left out when asked for."""
     session, messages = grown(1)
     session.say(ask(*messages), "hal", state="partial")
     assert both(session, {}) == {}
     assert both(session, {"train_partial": False}) == {1: "partial"}
 
 
-def test_a_setting_that_is_not_said_has_its_default_and_every_one_can_be_said() -> None:
+def test_settings_have_defaults_and_can_change() -> None:
+    """A setting that is not said has its default, and every one can be said."""
     assert read_settings({}) == Settings()
     said: dict[str, Json] = {"train_roles": ["main"], "max_row_tokens": 8192} | dict.fromkeys(
         NAMES[1:5], True
@@ -420,7 +432,8 @@ def test_a_setting_that_is_not_said_has_its_default_and_every_one_can_be_said() 
     assert read_settings({"max_row_tokens": None}).max_row_tokens is None
 
 
-def test_a_builder_of_ones_own_is_told_who_is_trained_and_where_lines_end() -> None:
+def test_custom_builder_gets_trained_and_leaves() -> None:
+    """A custom builder is given the trained turns and the ends of lines."""
     session, messages = grown(2)
     session.say(ask(*messages, user("or")), "other end")
     session.say(ask(*messages), "broken", state="failed")
@@ -430,7 +443,8 @@ def test_a_builder_of_ones_own_is_told_who_is_trained_and_where_lines_end() -> N
     assert cast.settings == Settings(train_cut=False)
 
 
-def test_a_turn_is_whole_with_a_logprob_and_weights_for_each_token() -> None:
+def test_whole_turn_has_logprobs_and_versions() -> None:
+    """A turn is whole with a logprob and weights for each token."""
     session, _ = grown(1)
     turn = session.turns[0]
     assert is_whole(turn)
@@ -441,7 +455,8 @@ def test_a_turn_is_whole_with_a_logprob_and_weights_for_each_token() -> None:
 # ── per request ───────────────────────────────────────────────────────────────
 
 
-def test_per_request_is_one_row_a_turn_with_all_before_it_as_its_prompt() -> None:
+def test_per_request_row_has_full_prompt() -> None:
+    """`per_request` is one row a turn, with all before it as its prompt."""
     session, messages = grown(3)
     session.say(ask(*messages), "broken", state="failed")
     built = per_request(session.turns, {})
@@ -531,9 +546,7 @@ def test_builders_are_chosen_by_name() -> None:
         ),
     ],
 )
-def test_a_spec_that_can_not_be_built_is_refused_with_its_path(
-    spec: BuilderSpec, path: str, words: str
-) -> None:
+def test_invalid_spec_refused_with_path(spec: BuilderSpec, path: str, words: str) -> None:
     with pytest.raises(Refused, match=words) as caught:
         build(spec, ())
     assert caught.value.path == path
@@ -544,7 +557,7 @@ def here() -> str:
     return Path(__file__).stem
 
 
-def test_a_builder_by_import_path_is_given_turns_and_config(here: str) -> None:
+def test_imported_builder_gets_turns_and_config(here: str) -> None:
     session, _ = grown(2)
     built = build(
         BuilderSpec(import_path=f"{here}:returns_turns", config={"why": "not today"}),
@@ -562,20 +575,18 @@ def test_a_builder_by_import_path_is_given_turns_and_config(here: str) -> None:
         ("NUMBER", "is not callable"),
     ],
 )
-def test_a_builder_by_import_path_that_fails_is_the_callers_fault(
-    here: str, attribute: str, words: str
-) -> None:
+def test_failing_imported_builder_is_callers_fault(here: str, attribute: str, words: str) -> None:
     with pytest.raises(Refused, match=words):
         build(BuilderSpec(import_path=f"{here}:{attribute}"), (), allowed_imports=("*",))
 
 
-def test_a_builder_by_import_path_must_be_allowed(here: str) -> None:
+def test_imported_builder_must_be_allowed(here: str) -> None:
     with pytest.raises(Refused, match="may not be imported"):
         build(BuilderSpec(import_path=f"{here}:returns_turns"), ())
 
 
 @pytest.mark.parametrize("limit", [None, 9])
-def test_the_documented_builder_of_ones_own_keeps_the_laws(
+def test_documented_custom_builder_keeps_invariants(
     monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
@@ -600,7 +611,7 @@ def test_the_documented_builder_of_ones_own_keeps_the_laws(
         )
 
 
-def test_turns_that_are_not_whole_are_never_built() -> None:
+def test_incomplete_turns_are_never_built() -> None:
     session, _ = grown(2)
     broken = [session.turns[0], evolve(session.turns[1], logprobs=session.turns[1].logprobs[:-1])]
     with pytest.raises(InvariantViolated, match="invariant 3: turn 1"):
@@ -612,14 +623,14 @@ def test_turns_that_are_not_whole_are_never_built() -> None:
 # ── size ──────────────────────────────────────────────────────────────────────
 
 
-def test_prompt_ids_are_what_the_engine_saw() -> None:
+def test_prompt_ids_equal_engine_prompt() -> None:
     session, _ = grown(4)
     assert [prompt_ids(session.turns, index) for index in range(4)] == [
         session.prompts[index] for index in range(4)
     ]
 
 
-def test_thousands_of_turns_are_built_without_recursion() -> None:
+def test_thousands_of_turns_without_recursion() -> None:
     session, _ = grown(1)
     first = session.turns[0]
     turns, length = [first], first.prompt_length + len(first.sampled)

@@ -49,7 +49,7 @@ def ends(rows: Sequence[Json]) -> list[list[Any]]:
 # ── rows ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_session_that_is_only_appended_to_is_one_row() -> None:
+def test_appended_session_is_one_row() -> None:
     one = call("a", [1, 2], [3, 4], weight_version="w1")
     two = call("b", [1, 2, 3, 4, 5], [6], weight_version=2)
     three = call(3, [1, 2, 3, 4, 5, 6], [7])
@@ -69,7 +69,8 @@ def test_a_session_that_is_only_appended_to_is_one_row() -> None:
     assert counts == Counts(records=3, sessions=1, rows=1, sampled=4, trainable=4, first=1)
 
 
-def test_weights_are_said_once_for_samples_that_touch() -> None:
+def test_adjacent_version_spans_are_merged() -> None:
+    """Adjacent samples of one version share a span."""
     calls = [
         call(1, [1], [2, 3], weight_version="w"),
         call(2, [1, 2, 3], [4], weight_version="w"),
@@ -83,7 +84,8 @@ def test_weights_are_said_once_for_samples_that_touch() -> None:
     ]
 
 
-def test_a_reply_that_came_back_in_other_tokens_begins_a_row_and_is_counted() -> None:
+def test_retokenized_reply_starts_counted_row() -> None:
+    """A reply that came back in other tokens begins a row and is counted."""
     rows, counts = merged(
         call(1, [1, 2], [3, 4]), call(2, [1, 2, 34, 5], [6]), call(3, [1, 2, 34, 5, 6, 7], [8])
     )
@@ -91,13 +93,15 @@ def test_a_reply_that_came_back_in_other_tokens_begins_a_row_and_is_counted() ->
     assert (counts.broken, counts.retries) == (1, 0)
 
 
-def test_a_reply_cut_short_in_the_prompt_is_not_held() -> None:
+def test_reply_shortened_in_prompt_is_broken() -> None:
+    """A reply cut short in the prompt is not held."""
     rows, counts = merged(call(1, [1, 2], [3, 4]), call(2, [1, 2, 3], [9]))
     assert ends(rows) == [[1], [2]]
     assert counts.broken == 1
 
 
-def test_a_retry_is_a_sibling_with_a_row_of_its_own() -> None:
+def test_retry_has_its_own_row() -> None:
+    """A retry is a sibling with a row of its own."""
     rows, counts = merged(
         call(1, [1], [2]), call(2, [1, 2, 3], [4]), call(3, [1, 2, 3], [5]), call(4, [1, 2, 3, 5, 6], [7])
     )
@@ -106,7 +110,7 @@ def test_a_retry_is_a_sibling_with_a_row_of_its_own() -> None:
     assert (counts.broken, counts.retries) == (0, 1)
 
 
-def test_twins_are_each_gone_on_with_once() -> None:
+def test_each_twin_is_extended_once() -> None:
     rows, counts = merged(
         call(1, [1], [2]),
         call(2, [1], [2]),
@@ -118,7 +122,7 @@ def test_twins_are_each_gone_on_with_once() -> None:
     assert (counts.broken, counts.retries) == (0, 2)
 
 
-def test_agents_that_take_turns_in_one_session_have_a_row_each() -> None:
+def test_interleaved_agents_have_own_rows() -> None:
     calls, texts = [], {agent: [agent] for agent in (100, 200, 300, 400)}
     for number in range(40):
         agent = (100, 200, 300, 400)[number * 7 % 4]
@@ -130,12 +134,13 @@ def test_agents_that_take_turns_in_one_session_have_a_row_each() -> None:
     assert (counts.first, counts.broken) == (1, 3)
 
 
-def test_the_longest_beginning_is_gone_on_from_though_a_shorter_came_later() -> None:
+def test_longest_prefix_is_extended() -> None:
+    """The longest prefix is extended, though a shorter one came later."""
     rows, _ = merged(call("long", [1, 2, 3], [4]), call("short", [1], [2]), call("on", [1, 2, 3, 4, 5], [6]))
     assert ends(rows) == [["short"], ["long", "on"]]
 
 
-def test_sessions_may_lie_across_each_other_and_keep_their_order() -> None:
+def test_interleaved_sessions_keep_their_order() -> None:
     rows, counts = merged(
         call(1, [1], [2], "b"),
         call(1, [1], [2], "a"),
@@ -148,7 +153,7 @@ def test_sessions_may_lie_across_each_other_and_keep_their_order() -> None:
     assert counts.sessions == 3
 
 
-def test_a_call_without_a_sample_is_counted_and_in_no_row() -> None:
+def test_call_without_sample_is_only_counted() -> None:
     rows, counts = merged(
         call(1, [1], [2]), call(2, [1, 2, 3], []), call(3, [1, 2, 3, 9], [4]), call(1, [5], [], "other")
     )
@@ -156,13 +161,13 @@ def test_a_call_without_a_sample_is_counted_and_in_no_row() -> None:
     assert (counts.empty, counts.sessions, counts.rows) == (2, 2, 1)
 
 
-def test_a_prompt_may_be_empty() -> None:
+def test_prompt_may_be_empty() -> None:
     rows, counts = merged(call(1, [], [2]), call(2, [2], [3]), call(3, [], [4]))
     assert ends(rows) == [[1, 2], [3]]
     assert counts.retries == 1
 
 
-def test_thousands_of_turns_need_no_recursion() -> None:
+def test_thousands_of_turns_without_recursion() -> None:
     turns = 3000
     text = list(range(2 * turns))
     rows, _ = merged(
@@ -171,7 +176,7 @@ def test_thousands_of_turns_need_no_recursion() -> None:
     assert [row["token_ids"] for row in rows] == [text]
 
 
-def test_a_branch_off_every_branch_needs_no_recursion() -> None:
+def test_branch_off_every_branch_without_recursion() -> None:
     calls, text = [], [0]
     for turn in range(600):
         calls += [
@@ -189,7 +194,7 @@ def test_a_branch_off_every_branch_needs_no_recursion() -> None:
     assert sum(sum(row["loss_mask"]) for row in rows) == 1800
 
 
-def test_turns_are_whole_as_our_own_are() -> None:
+def test_turns_pass_the_turn_checks() -> None:
     forest = TurnForest(PrefixHasher())
     for line, each in enumerate(
         [call("a", [1], [2]), call("b", [1, 2, 3], [4]), call("c", [1, 2, 5], [6])], 1
@@ -204,7 +209,7 @@ def test_turns_are_whole_as_our_own_are() -> None:
     ]
 
 
-def test_calls_of_our_own_sessions_give_the_rows_that_prefix_merging_gives() -> None:
+def test_own_session_rows_match_prefix_merging() -> None:
     session = Session()
     messages = [system(), user()]
     for number in range(8):
@@ -290,7 +295,7 @@ def test_the_laws_do_not_rest_on_the_hash(calls: list[Json]) -> None:
     assert broken_law(calls, [json.loads(row) for row in sessions.rows()]) is None
 
 
-def test_prompts_of_one_hash_are_no_retries() -> None:
+def test_hash_collisions_are_no_retries() -> None:
     sessions = blind()
     for line, each in enumerate([call(1, [1, 2], [3]), call(2, [5, 2], [3]), call(3, [1, 2], [4])]):
         sessions.take(json.dumps(each).encode(), line)
@@ -352,14 +357,14 @@ GOOD = call("t", [1, 2], [3, 4])
         ({"weight_version": 1.5}, "weight_version is 1.5: give a string or a whole number, or leave it out"),
     ],
 )
-def test_a_bad_field_is_one_sentence_with_its_line(change: Json, sentence: str) -> None:
+def test_invalid_field_reported_with_line(change: Json, sentence: str) -> None:
     with pytest.raises(Refused) as refused:
         read_call(json.dumps(GOOD | change).encode(), 7)
     assert str(refused.value).startswith(f"line 7: {sentence}")
 
 
 @pytest.mark.parametrize("field", list(GOOD))
-def test_a_missing_field_is_named(field: str) -> None:
+def test_missing_field_is_named(field: str) -> None:
     text = json.dumps({name: value for name, value in GOOD.items() if name != field}).encode()
     with pytest.raises(Refused, match=f"line 3: {field} is missing: a call has session_id"):
         read_call(text, 3)
@@ -369,12 +374,12 @@ def test_a_missing_field_is_named(field: str) -> None:
     ("text", "sentence"),
     [(b"{", r"line 1: it is not JSON: .* \(column"), (b"[1]", "it is no JSON object"), (b"\xff", "not JSON")],
 )
-def test_what_is_no_call_is_told(text: bytes, sentence: str) -> None:
+def test_non_call_line_is_reported(text: bytes, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         read_call(text, 1)
 
 
-def test_a_turn_that_was_said_before_is_told_with_its_line() -> None:
+def test_repeated_turn_is_reported_with_line() -> None:
     sessions = Sessions()
     told = [sessions.take(json.dumps(call("t", [1, 2], [line])).encode(), line) for line in (4, 9)]
     assert told == [
@@ -385,14 +390,14 @@ def test_a_turn_that_was_said_before_is_told_with_its_line() -> None:
     assert (sessions.counts.bad, sessions.counts.sampled) == (1, 1)
 
 
-def test_true_in_another_field_is_nobodys_matter() -> None:
+def test_unknown_fields_may_be_true() -> None:
     assert list(read_call(json.dumps(GOOD | {"done": True, "text": "false"}).encode(), 1).prompt) == [1, 2]
 
 
 # ── the checker ───────────────────────────────────────────────────────────────
 
 
-def test_the_checker_of_these_tests_can_say_no() -> None:
+def test_law_checker_rejects_mutants() -> None:
     calls = [call(1, [1], [2], weight_version="w"), call(2, [1, 2, 3], [4]), call(3, [1, 2, 3], [5])]
     rows, _ = merged(*calls)
     mutants: list[list[Json]] = [rows[:1], rows[::-1], [*rows, rows[1]]]

@@ -65,9 +65,8 @@ def line(*, routed: bool = True, top: bool = True) -> list[Turn]:
 # ── rows ──────────────────────────────────────────────────────────────────────
 
 
-def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_position_but_the_last() -> (
-    None
-):
+def test_row_has_alternatives_and_experts() -> None:
+    """A row has alternatives of trained tokens, and experts of all positions but the last."""
     found = row_extras(line(), {0, 1})
     assert found.missing_extras == ()
     assert found.top is not None
@@ -79,7 +78,8 @@ def test_a_row_has_the_alternatives_of_what_is_trained_and_the_experts_of_every_
     assert row_extras(line(routed=False, top=False), {0, 1}) == RowExtras()
 
 
-def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
+def test_turn_without_extras_is_named() -> None:
+    """A turn without its rows costs the row its own and is named."""
     whole = line()
     cut = turn(
         0,
@@ -105,7 +105,8 @@ def test_a_turn_without_its_rows_costs_the_row_its_own_and_is_named() -> None:
     )
 
 
-def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_there() -> None:
+def test_later_turn_fills_missing_experts() -> None:
+    """A later turn fills the gaps of a cut one, and never overrules it."""
     cut = turn(0, None, 3, 2, notes=(note("routed_experts", CUT),))
     assert row_routed_experts([cut, turn(1, 0, 2, 3, before=5, routed=experts(0, 9))]) == experts(0, 9)
     twice = [
@@ -125,14 +126,14 @@ def test_a_later_turn_fills_what_a_cut_one_lacks_and_never_overrules_what_is_the
         {"dtype": "int16", "data": bytes(60)},
     ],
 )
-def test_rows_of_another_shape_are_no_row(changed: dict[str, Any]) -> None:
+def test_extras_of_other_shape_are_dropped(changed: dict[str, Any]) -> None:
     first, second = line()
     assert row_routed_experts([first, turn(1, 0, 2, 3, before=5, routed=experts(4, 9, **changed))]) is None
     assert second.routed is not None
     assert row_top_logprobs([first, turn(1, 0, 2, 3, before=5, top=likely(0, 3, k=3))], {0, 1}) is None
 
 
-def test_a_row_of_two_bytes_is_twice_as_wide() -> None:
+def test_two_byte_experts_are_twice_wide() -> None:
     wide = RoutedExperts(start=4, layers=2, top_k=2, dtype="int16", data=array("h", range(12)).tobytes())
     assert (wide.width, wide.end) == (8, 7)
     assert array("h", wide.between(5, 6).data).tolist() == [4, 5, 6, 7]
@@ -169,7 +170,7 @@ def test_rows_that_follow_their_carrier_have_no_gap(steps: list[tuple[int, int, 
     assert carrier.covered(parent) == before - 1
 
 
-def test_the_version_of_every_token() -> None:
+def test_version_of_every_token() -> None:
     spans = (
         VersionSpan(version="7", start=2, end=4),
         VersionSpan(version="8", start=4, end=5),
@@ -185,14 +186,14 @@ def test_the_version_of_every_token() -> None:
 # ── a session ─────────────────────────────────────────────────────────────────
 
 
-def test_a_session_that_was_asked_for_nothing_carries_nothing_and_says_nothing() -> None:
+def test_session_without_extras_notes_nothing() -> None:
     carrier = SessionExtras(CarrySpec(), limit=0)
     carrier.add(turn(0, None, 1, 1))
     assert carrier.carry(0) == CallExtras()
     assert carrier.metrics() == {}
 
 
-def test_a_call_carries_from_where_the_turn_it_extends_ends() -> None:
+def test_experts_start_where_parent_ends() -> None:
     carrier = SessionExtras(CarrySpec(top_logprobs=2, routed_experts=True), limit=1000)
     assert carrier.carry(None) == CallExtras(top_logprobs=2, routed_from=0, room=1000)
     for each in line():
@@ -204,7 +205,7 @@ def test_a_call_carries_from_where_the_turn_it_extends_ends() -> None:
     assert carrier.metrics() == {"carried_bytes": spent, "uncarried_turns": 0}
 
 
-def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None:
+def test_session_over_limit_notes_missing_extras() -> None:
     carrier = SessionExtras(CarrySpec(top_logprobs=2, routed_experts=True), limit=60)
     carrier.add(line()[0])
     assert carrier.carry(0).room == 60 - 56
@@ -222,7 +223,7 @@ def test_over_its_limit_a_session_says_what_it_does_not_carry_any_more() -> None
 # ── a turn ────────────────────────────────────────────────────────────────────
 
 
-def test_a_turn_holds_what_the_engine_told() -> None:
+def test_turn_holds_the_engines_extras() -> None:
     carry = CallExtras(top_logprobs=2, routed_from=0, room=100)
     whole = turn_extras(carry, sampled=2, top=[likely(0, 1), likely(2, 1)], routed=experts(0, 4))
     assert whole.top is not None
@@ -232,7 +233,7 @@ def test_a_turn_holds_what_the_engine_told() -> None:
     assert turn_extras(CallExtras(), sampled=2, top=[], routed=None) == TurnExtras()
 
 
-def test_a_turn_says_what_it_does_not_hold() -> None:
+def test_turn_notes_missing_extras() -> None:
     carry = CallExtras(top_logprobs=2, routed_from=0, room=100)
     assert turn_extras(carry, sampled=2, top=[likely(0, 2)], routed=None) == TurnExtras(
         top=likely(0, 2), notes=(note("routed_experts", CUT),)

@@ -32,7 +32,7 @@ def turns() -> tuple[Turn, ...]:
     return world().turns
 
 
-def test_a_correct_result_is_counted(turns: tuple[Turn, ...]) -> None:
+def test_correct_result_passes_and_counts(turns: tuple[Turn, ...]) -> None:
     sampled = sum(len(turn.sampled) for turn in turns)
     trainable = sampled - len(turns[2].sampled)
     counts = check(turns, prefix_merging(turns, {}))
@@ -43,7 +43,7 @@ def test_a_correct_result_is_counted(turns: tuple[Turn, ...]) -> None:
     )
 
 
-def test_nothing_is_counted_as_nothing() -> None:
+def test_empty_result_counts_nothing() -> None:
     assert check((), Built(traces=())) == Counts(sampled=0, trainable=0, left_out=0, turns=0, traces=0)
     assert check((), Built(traces=())).merged_ratio == 0.0
 
@@ -189,7 +189,8 @@ def test_every_mutant_is_caught_with_numbers(turns: tuple[Turn, ...], invariant:
     assert caught.value.boundary == "laws"
 
 
-def test_any_single_changed_token_mask_or_logprob_is_caught(turns: tuple[Turn, ...]) -> None:
+def test_single_changed_value_is_caught(turns: tuple[Turn, ...]) -> None:
+    """Any single changed token, mask or logprob is caught."""
     built = prefix_merging(turns, {})
     for row, trace in enumerate(built.traces):
         for place in range(len(trace.token_ids)):
@@ -215,7 +216,7 @@ def test_any_single_changed_token_mask_or_logprob_is_caught(turns: tuple[Turn, .
                     )
 
 
-def test_a_token_may_be_trained_in_either_row_but_only_once(turns: tuple[Turn, ...]) -> None:
+def test_token_is_trained_only_once(turns: tuple[Turn, ...]) -> None:
     """A builder of another rule: half of a trunk's sample is trained in each row."""
     one, other = prefix_merging(turns, {}).traces
     start = one.turn_spans[0].start
@@ -277,7 +278,7 @@ TURN_MUTANTS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @pytest.mark.parametrize(("invariant", "changes"), TURN_MUTANTS.values(), ids=TURN_MUTANTS.keys())
-def test_turns_that_are_not_whole_are_caught(
+def test_incomplete_turns_are_caught(
     turns: tuple[Turn, ...], invariant: str, changes: dict[str, object]
 ) -> None:
     check_turns(turns)
@@ -291,13 +292,13 @@ def test_turns_that_are_not_whole_are_caught(
         check(broken, prefix_merging(turns, {}))
 
 
-def test_a_failed_turn_can_not_be_extended(turns: tuple[Turn, ...]) -> None:
+def test_failed_turn_cannot_be_extended(turns: tuple[Turn, ...]) -> None:
     broken = [evolve(turn, state="failed") if turn.index == 1 else turn for turn in turns]
     with pytest.raises(InvariantViolated, match="extends turn 1, which is no earlier turn that answered"):
         check_turns(broken)
 
 
-def test_a_failed_turn_may_lack_logprobs_and_versions(turns: tuple[Turn, ...]) -> None:
+def test_failed_turn_may_lack_logprobs(turns: tuple[Turn, ...]) -> None:
     bare = [
         evolve(turn, logprobs=array("f"), version_spans=()) if turn.index == 2 else turn for turn in turns
     ]

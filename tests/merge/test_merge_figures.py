@@ -24,7 +24,7 @@ def played() -> Session:
     return session
 
 
-def test_a_session_is_counted_as_it_went() -> None:
+def test_figures_count_a_session() -> None:
     turns = played().turns
     built = build(BuilderSpec(), turns)
     found = lineage_figures(turns, built.left_out, thinking="keep")
@@ -49,13 +49,13 @@ def test_notes_and_malformed_calls_are_counted() -> None:
     assert (found["notes"], found["malformed_calls"]) == ({"edited": 1, "thinking": 1}, 2)
 
 
-def test_a_session_without_turns_has_every_name() -> None:
+def test_empty_session_has_every_name() -> None:
     found = lineage_figures([], [], thinking="keep")
     assert set(found) == {*ALONE, *WORD_COUNTS, "thinking", "prefix_hit_rate"}
     assert found["prefix_hit_rate"] == 0.0
 
 
-def test_sums_are_what_one_long_session_would_count() -> None:
+def test_sums_equal_one_long_session() -> None:
     turns = played().turns
     left = [LeftOut(turn=3, reason="auxiliary")]
     one, two = lineage_figures(turns[:2], [], thinking="keep"), lineage_figures(turns, left, thinking="keep")
@@ -68,7 +68,7 @@ def test_sums_are_what_one_long_session_would_count() -> None:
     assert abs(both["prefix_hit_rate"] - rate) < 1e-4  # type: ignore[operator]
 
 
-def test_what_is_no_figure_counts_nothing() -> None:
+def test_unknown_figure_counts_nothing() -> None:
     strange = {"turns": "many", "kinds": ["root"], "reasons": {"first": "one"}, "thinking": "template"}
     found = summed([strange, lineage_figures([], [], thinking="keep")])
     assert (found["turns"], found["kinds"], found["reasons"], found["thinking"]) == (

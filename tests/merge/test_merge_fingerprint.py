@@ -95,7 +95,7 @@ def test_different_values_stay_different(one: Json, other: Json) -> None:
         ('{"a": "\\u00e9"}', '{"a": "é"}'),
     ],
 )
-def test_numbers_and_nothing_are_compared_by_value(spellings: tuple[str, ...]) -> None:
+def test_equal_numbers_and_nulls_compare_equal(spellings: tuple[str, ...]) -> None:
     assert len({canonical_arguments(spelling) for spelling in spellings}) == 1
 
 
@@ -120,7 +120,7 @@ def test_numbers_and_nothing_are_compared_by_value(spellings: tuple[str, ...]) -
         ("[[1], 2]", "[[1, 2]]"),
     ],
 )
-def test_values_that_look_alike_are_told_apart(one: str, other: str) -> None:
+def test_lookalike_values_are_told_apart(one: str, other: str) -> None:
     assert canonical_arguments(one) != canonical_arguments(other)
 
 
@@ -137,17 +137,17 @@ def test_values_that_look_alike_are_told_apart(one: str, other: str) -> None:
         "1e" + "9" * 5000,
     ],
 )
-def test_what_is_no_clean_json_stands_for_itself(broken: str) -> None:
+def test_invalid_json_stands_for_itself(broken: str) -> None:
     assert canonical_arguments(broken) == "!" + broken
     assert canonical_arguments(broken + " ") != canonical_arguments(broken)
 
 
-def test_raw_text_never_looks_like_read_json() -> None:
+def test_raw_text_differs_from_canonical_json() -> None:
     read = canonical_arguments('{"a": 1}')
     assert canonical_arguments(read) != read
 
 
-def test_half_a_surrogate_pair_is_still_a_message() -> None:
+def test_half_surrogate_pair_is_a_message() -> None:
     assert advance(ROOT, said("", ("bash", '{"a": "\\ud800"}'))) != advance(
         ROOT, said("", ("bash", '{"a": "\\ud801"}'))
     )
@@ -167,13 +167,14 @@ def test_a_clients_message_counts_letter_by_letter(one: str, other: str, role) -
 
 
 @pytest.mark.parametrize("text", ["x ", " x", "x\n", "x\u00a0", "x\ufeff"])
-def test_blanks_count_in_a_clients_text_and_not_around_ours(text: str) -> None:
+def test_outer_blanks_count_only_for_clients(text: str) -> None:
+    """Outer blanks count in a client's text, and not in our answers."""
     assert advance(ROOT, Message(role="user", text=text)) != advance(ROOT, Message(role="user", text="x"))
     assert advance(ROOT, said(text)) == advance(ROOT, said("x"))
     assert same_text(text, "x")
 
 
-def test_blanks_inside_our_text_count() -> None:
+def test_inner_blanks_of_answers_count() -> None:
     assert advance(ROOT, said("a b")) != advance(ROOT, said("a  b"))
     assert not same_text("a b", "a  b")
 
@@ -183,7 +184,7 @@ def test_roles_are_told_apart() -> None:
     assert len(keys) == 4
 
 
-def test_ids_thinking_and_refs_do_not_count() -> None:
+def test_ids_thinking_refs_do_not_count() -> None:
     ours = said("x", ("bash", "{}"))
     echoed = evolve(ours, thinking="hm", refs=("abc",), calls=(evolve(ours.calls[0], id="other"),))
     assert advance(ROOT, echoed) == advance(ROOT, ours)
@@ -204,11 +205,11 @@ def test_ids_thinking_and_refs_do_not_count() -> None:
         said("xba", ("sh", '{"a": 1}')),
     ],
 )
-def test_what_we_said_counts(other: Message) -> None:
+def test_answer_content_counts(other: Message) -> None:
     assert advance(ROOT, other) != advance(ROOT, said("x", ("bash", '{"a": 1}')))
 
 
-def test_the_order_of_calls_counts() -> None:
+def test_order_of_calls_counts() -> None:
     one, other = ("bash", "1"), ("bash", "2")
     assert advance(ROOT, said("", one, other)) != advance(ROOT, said("", other, one))
 
@@ -251,14 +252,14 @@ def tool(**changes: object) -> Tool:
     )
 
 
-def test_no_tools_have_no_key() -> None:
+def test_no_tools_give_no_key() -> None:
     assert tools_key(()) == NO_KEY
 
 
 @pytest.mark.parametrize(
     "same", [{"strict": True, "n": 1, "type": "object"}, {"type": "object", "n": 1.0, "strict": True}]
 )
-def test_the_spelling_of_a_schema_does_not_count(same: dict[str, Json]) -> None:
+def test_schema_spelling_does_not_count(same: dict[str, Json]) -> None:
     assert tools_key([tool(parameters=same)]) == tools_key([tool()])
 
 
@@ -274,16 +275,16 @@ def test_the_spelling_of_a_schema_does_not_count(same: dict[str, Json]) -> None:
         [tool(parameters={"type": "object", "n": 1, "strict": None})],
     ],
 )
-def test_a_changed_tool_list_is_another_root(other: list[Tool]) -> None:
+def test_changed_tools_are_another_root(other: list[Tool]) -> None:
     assert tools_key(other) != tools_key([tool()])
 
 
-def test_the_order_of_tools_counts() -> None:
+def test_order_of_tools_counts() -> None:
     one, other = tool(), tool(name="b")
     assert tools_key([one, other]) != tools_key([other, one])
 
 
-def test_a_bottomless_schema_is_refused_with_its_path() -> None:
+def test_endless_schema_refused_with_path() -> None:
     deep: Json = {}
     for _ in range(2000):
         deep = {"items": deep}
@@ -294,7 +295,7 @@ def test_a_bottomless_schema_is_refused_with_its_path() -> None:
         FingerprintCache().tools_key([tool(parameters=deep)])
 
 
-def test_the_thinking_flag_is_in_the_root() -> None:
+def test_thinking_flag_is_in_root() -> None:
     letters = {thinking_letter(Conversation(messages=(), thinking=flag)) for flag in (None, True, False)}
     assert letters == {"d", "y", "n"}
     assert len({root_key(NO_KEY, letter) for letter in letters}) == 3
@@ -312,14 +313,15 @@ def test_a_memo_says_what_the_function_says(arguments: list[str]) -> None:
         ]
 
 
-def test_a_memo_tells_true_from_one_and_takes_numbers_of_any_size() -> None:
+def test_memo_separates_true_from_one() -> None:
+    """A memo tells true from one and takes numbers of any size."""
     memo = FingerprintCache()
     lists = [[tool(parameters={"n": value})] for value in (1, True, 1.0, 2**70, "1")]
     assert [memo.tools_key(tools) for tools in lists] == [tools_key(tools) for tools in lists]
     assert memo.tools_key(lists[0]) == memo.tools_key(lists[2]) != memo.tools_key(lists[1])
 
 
-def test_a_memo_is_bounded() -> None:
+def test_memo_size_is_bounded() -> None:
     memo = FingerprintCache()
     for number in range(20_000):
         memo.canonical(str(number))
@@ -331,12 +333,12 @@ def test_a_memo_is_bounded() -> None:
     assert len(memo._tools) <= 64
 
 
-def test_a_path_is_read_as_it_was_written() -> None:
+def test_path_text_reads_back() -> None:
     path = Path(agent=label("a.b"), tools=NO_KEY, thinking="d", system="1" * 8, opening="2" * 8, key="3" * 32)
     assert Path.read(path.text) == path
 
 
-def test_labels_are_short_and_none_is_none() -> None:
+def test_labels_are_short_or_none() -> None:
     assert label("") == NO_KEY
     assert len(label("agent-7")) == 8
     assert label("agent-7") != label("agent-8")

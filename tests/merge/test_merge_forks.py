@@ -42,7 +42,8 @@ def trained(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize("name", ["prefix_merging", "per_request"])
 @pytest.mark.parametrize("limit", [None, 20])
-def test_inherited_turns_are_context_and_left_out(name: str, limit: int | None) -> None:
+def test_inherited_turns_are_left_out(name: str, limit: int | None) -> None:
+    """Inherited turns are context and left out."""
     spec = BuilderSpec(name=name, config={} if limit is None else {"max_row_tokens": limit})
     made = turns()
     built = build(spec, made, inherited=2)
@@ -54,14 +55,14 @@ def test_inherited_turns_are_context_and_left_out(name: str, limit: int | None) 
     )
 
 
-def test_a_fork_that_sampled_nothing_has_no_row() -> None:
+def test_fork_without_samples_has_no_row() -> None:
     made = turns(2)
     built = build(BuilderSpec(), made, inherited=2)
     assert built.traces == ()
     assert check(made, built, inherited=2).sampled == 0
 
 
-def test_a_custom_builder_selects_what_is_not_inherited() -> None:
+def test_custom_builder_skips_inherited_turns() -> None:
     here, made = f"{__name__}:one_row_each", turns()
     built = build(BuilderSpec(import_path=here), made, inherited=3, allowed_imports=("*",))
     assert [trained(trace) for trace in built.traces] == [[3]]
@@ -74,12 +75,12 @@ def one_row_each(turns: Sequence[Turn], config: Mapping[str, Json]) -> Built:
     return Built(traces=traces, left_out=selection.left_out)
 
 
-def test_a_task_does_not_say_itself_what_is_inherited() -> None:
+def test_task_cannot_set_inherited() -> None:
     with pytest.raises(Refused, match="name the fork in the task's `fork`"):
         build(BuilderSpec(config={"inherited_turns": 1}), ())
 
 
-def test_inherited_turns_that_are_trained_again_are_seen() -> None:
+def test_retrained_inherited_turns_are_caught() -> None:
     made = turns()
     with pytest.raises(InvariantViolated, match="turns below 2 are inherited, but turn 0 is not left out"):
         check(made, prefix_merging(made, {}), inherited=2)
@@ -90,7 +91,7 @@ def test_inherited_turns_that_are_trained_again_are_seen() -> None:
         check(made, again)
 
 
-def test_a_row_of_inherited_turns_alone_is_seen() -> None:
+def test_row_of_only_inherited_is_caught() -> None:
     made = turns(3)
     built = build(BuilderSpec(), made, inherited=2)
     idle = evolve(built, traces=(*built.traces, row(made[:2], ())))
@@ -107,7 +108,7 @@ def test_a_row_of_inherited_turns_alone_is_seen() -> None:
         (2, 2, 0, 0, "the session ended before its turn 0 was asked for"),
     ],
 )
-def test_a_trajectory_says_how_much_it_inherited(
+def test_trajectory_counts_inherited_turns(
     got: int, asked: int, there: int, found: int, differs: str | None
 ) -> None:
     who = identity(got, asked, differs if got < asked else None)
@@ -123,7 +124,7 @@ def test_a_trajectory_says_how_much_it_inherited(
     assert lineage["left_out"] == {}
 
 
-def test_a_fork_without_traces_still_inherits() -> None:
+def test_fork_without_traces_still_inherits() -> None:
     lost = without_traces(
         identity(2), TASK, turns(3), Result(outcome=Outcome(status="error", boundary="node"))
     )
@@ -135,7 +136,8 @@ def test_a_fork_without_traces_still_inherits() -> None:
     assert lost.sampled_tokens == len(lost.turns[2].sampled)
 
 
-def test_a_fork_is_as_stale_as_what_it_sampled_itself() -> None:
+def test_staleness_counts_own_samples_only() -> None:
+    """A fork is as stale as the tokens that it sampled itself."""
     made = [
         evolve(turn, version_spans=(VersionSpan(version=f"w{turn.index}", start=0, end=len(turn.sampled)),))
         for turn in turns()
@@ -146,7 +148,8 @@ def test_a_fork_is_as_stale_as_what_it_sampled_itself() -> None:
     assert updates_behind(evolve(whole, forked_from=None), history) == 3
 
 
-def test_rewards_of_inherited_turns_count_in_the_parent() -> None:
+def test_inherited_rewards_count_in_parent() -> None:
+    """The rewards of inherited turns count in the parent."""
     verdict = Verdict(reward=1.0, turn_rewards={0: 0.5, 3: 0.25})
     whole = assemble(identity(2), TASK, turns(), Result(outcome=DONE, verdict=verdict))
     assert turn_rewards(whole) == {3: 0.25}

@@ -27,13 +27,13 @@ def ledger_of(session: Session) -> Ledger:
     return made
 
 
-def test_a_chain_runs_from_its_root() -> None:
+def test_chain_starts_at_its_root() -> None:
     turns = {turn.index: turn for turn in long_session(4).turns}
     assert [turn.index for turn in chain(turns, 3)] == [0, 1, 2, 3]
     assert chain(turns, None) == []
 
 
-def test_a_prompt_is_what_the_engine_saw() -> None:
+def test_prompt_equals_engine_prompt() -> None:
     session = long_session(5)
     turns = {turn.index: turn for turn in session.turns}
     for index, prompt in session.prompts.items():
@@ -41,7 +41,8 @@ def test_a_prompt_is_what_the_engine_saw() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 64, 65, 66, 200])
-def test_what_is_written_is_the_prompt_and_the_sample_at_any_depth(depth: int) -> None:
+def test_written_tokens_at_any_depth(depth: int) -> None:
+    """The written tokens are the prompt and the sample, at any depth."""
     session = long_session(depth)
     kept = ledger_of(session)
     for _ in range(2):
@@ -52,21 +53,21 @@ def test_what_is_written_is_the_prompt_and_the_sample_at_any_depth(depth: int) -
     assert kept.length(None) == 0
 
 
-def test_what_is_written_is_a_fresh_array() -> None:
+def test_written_returns_fresh_array() -> None:
     kept = ledger_of(long_session(100))
     first = kept.written(99)
     first.extend([7] * 10)
     assert kept.written(99) == first[:-10]
 
 
-def test_full_copies_are_few() -> None:
+def test_few_full_copies_are_kept() -> None:
     kept = ledger_of(long_session(600))
     for index in range(70, 600, 7):
         kept.written(index)
     assert 0 < len(kept._full) <= ledger_module._MAX_FULL_COPIES
 
 
-def test_thousands_of_turns_are_walked_and_not_recursed() -> None:
+def test_thousands_of_turns_without_recursion() -> None:
     turn = long_session(1).turns[0]
     made = Ledger()
     made.add(turn)
@@ -85,7 +86,7 @@ def test_thousands_of_turns_are_walked_and_not_recursed() -> None:
     assert len(list(made.walk_ancestors(5999))) == 6000
 
 
-def test_only_answers_can_be_attached_to() -> None:
+def test_only_answered_turns_are_attachable() -> None:
     turn = long_session(1).turns[0]
     assert is_attachable(turn)
     assert is_attachable(evolve(turn, state="partial"))
@@ -97,7 +98,7 @@ def test_only_answers_can_be_attached_to() -> None:
     assert 0 in made.turns
 
 
-def test_twins_have_one_key() -> None:
+def test_twin_answers_share_one_key() -> None:
     session = Session()
     one, _ = session.say(ask(user()), "same")
     other, _ = session.say(ask(user()), "same")
@@ -120,7 +121,8 @@ def cut_in_three(*, merged: bool) -> Session:
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_cut_answer_goes_on_where_its_tokens_ended(merged: bool) -> None:
+def test_cut_answer_resumes_at_its_end(merged: bool) -> None:
+    """A cut answer resumes where its tokens ended."""
     session = cut_in_three(merged=merged)
     assert [(turn.kind, turn.parent) for turn in session.turns] == [
         ("root", None),
@@ -132,19 +134,20 @@ def test_a_cut_answer_goes_on_where_its_tokens_ended(merged: bool) -> None:
 
 
 @pytest.mark.parametrize("merged", [True, False])
-def test_a_cut_answer_that_went_on_is_found_under_its_whole_text(merged: bool) -> None:
+def test_resumed_answer_found_by_whole_text(merged: bool) -> None:
     session = cut_in_three(merged=merged)
     pending = session.begin(ask(user(), said("".join(HALVES)), user("more")))
     assert (pending.plan.parent, pending.plan.matched) == (2, 2)
     assert list(pending.delta) == [END, *rendered([user("more")]), START, ROLES["assistant"], ASK]
 
 
-def test_a_cut_answer_that_went_on_is_found_in_its_halves() -> None:
+def test_resumed_answer_found_in_halves() -> None:
     session = cut_in_three(merged=False)
     assert session.lineages.plan(ask(user(), *map(said, HALVES), user("more"))).parent == 2
 
 
-def test_a_cut_call_and_its_rest_are_one_message_too() -> None:
+def test_resumed_call_is_one_message() -> None:
+    """A cut call and its rest are one message too."""
     session = Session()
     _, head = session.say(ask(user()), "first", [("bash", "1")], finish="length")
     _, rest = session.say(ask(user(), head), " then", [("bash", "2")])

@@ -30,7 +30,8 @@ def named(plan: Plan | Turn) -> tuple[str, str, int]:
 # ── kinds, reasons, lineages ──────────────────────────────────────────────────
 
 
-def test_the_first_request_is_a_root_of_every_message() -> None:
+def test_first_request_is_full_root() -> None:
+    """The first request is a root of every message."""
     session = Session()
     pending = session.begin(ask(system(), user()))
     assert named(pending.plan) == ("root", "first", 0)
@@ -40,7 +41,7 @@ def test_the_first_request_is_a_root_of_every_message() -> None:
     assert session.lineages.history(pending.plan) == array("i")
 
 
-def test_what_is_appended_extends() -> None:
+def test_appended_messages_extend_the_turn() -> None:
     session, turn, answer = started()
     result = told(answer.calls[0], "ok")
     pending = session.begin(ask(system(), user(), answer, result))
@@ -50,7 +51,7 @@ def test_what_is_appended_extends() -> None:
     assert session.lineages.history(pending.plan) == session.prompts[0] + turn.sampled
 
 
-def test_nothing_new_goes_on_with_the_cut_answer() -> None:
+def test_nothing_new_resumes_cut_answer() -> None:
     session = Session()
     turn, answer = session.say(ask(user()), "half an", finish="length")
     pending = session.begin(ask(user(), answer))
@@ -59,7 +60,7 @@ def test_nothing_new_goes_on_with_the_cut_answer() -> None:
     assert pending.prompt == session.prompts[0] + turn.sampled
 
 
-def test_a_second_child_is_a_branch_of_its_own_lineage() -> None:
+def test_second_child_starts_a_branch() -> None:
     session, _, answer = started()
     first, _ = session.say(ask(system(), user(), answer, told(answer.calls[0], "ok")), "a")
     other = session.begin(ask(system(), user(), answer, told(answer.calls[0], "failed")))
@@ -68,7 +69,7 @@ def test_a_second_child_is_a_branch_of_its_own_lineage() -> None:
     assert other.plan.parent == 0
 
 
-def test_a_line_of_turns_keeps_its_number() -> None:
+def test_extended_turns_keep_their_lineage() -> None:
     session, _, answer = started()
     session.say(ask(system(), user(), answer, told(answer.calls[0], "ok")), "a")
     messages = [system(), user(), answer, told(answer.calls[0], "failed")]
@@ -91,14 +92,14 @@ def test_a_line_of_turns_keeps_its_number() -> None:
         (ask(system(), user(CODEX_TELLS), user("go on")), "compaction"),
     ],
 )
-def test_a_root_says_what_is_new(conversation, reason: str) -> None:  # type: ignore[no-untyped-def]
+def test_root_names_what_is_new(conversation, reason: str) -> None:  # type: ignore[no-untyped-def]
     session, _, _ = started()
     plan = session.lineages.plan(conversation)
     assert named(plan) == ("root", reason, 1)
     assert plan.new == conversation.messages
 
 
-def test_interleaved_roots_keep_to_themselves() -> None:
+def test_interleaved_roots_keep_their_lineages() -> None:
     session = Session()
     lines = {name: [system(name), user()] for name in ("a", "b", "c")}
     for number in range(4):
@@ -113,7 +114,8 @@ def test_interleaved_roots_keep_to_themselves() -> None:
 
 
 @pytest.mark.parametrize("state", ["partial", "failed"])
-def test_the_same_path_again_after_a_turn_that_did_not_end_well_is_a_retry_in_its_place(state) -> None:  # type: ignore[no-untyped-def]
+def test_retry_after_failure_keeps_place(state) -> None:  # type: ignore[no-untyped-def]
+    """The same path after a turn that did not end well is a retry in its place."""
     session, _, answer = started()
     conversation = ask(system(), user(), answer, told(answer.calls[0], "ok"))
     session.say(conversation, "hal", state=state)
@@ -122,7 +124,7 @@ def test_the_same_path_again_after_a_turn_that_did_not_end_well_is_a_retry_in_it
     assert plan.parent == 0
 
 
-def test_a_retried_root_is_rendered_as_a_root() -> None:
+def test_retried_root_renders_as_root() -> None:
     session = Session()
     session.say(ask(user()), "hal", state="partial")
     pending = session.begin(ask(user()))
@@ -132,34 +134,38 @@ def test_a_retried_root_is_rendered_as_a_root() -> None:
     assert list(pending.prompt) == full(ask(user()))
 
 
-def test_the_same_body_again_is_a_retry_even_of_a_complete_turn() -> None:
+def test_repeated_body_is_always_retry() -> None:
+    """The same body again is a retry, even of a complete turn."""
     session = Session()
     session.say(ask(user()), "done", request_key="body-1")
     assert named(session.lineages.plan(ask(user()), request_key="body-1")) == ("retry", "same_request", 1)
     assert named(session.lineages.plan(ask(user("x")), request_key="body-2")) == ("root", "conversation", 2)
 
 
-def test_the_same_path_after_a_complete_turn_is_another_sample() -> None:
+def test_same_path_after_completion_is_sample() -> None:
+    """The same path after a complete turn is another sample."""
     session, _, answer = started()
     conversation = ask(system(), user(), answer, told(answer.calls[0], "ok"))
     session.say(conversation, "done")
     assert named(session.lineages.plan(conversation)) == ("branch", "sibling", 1)
 
 
-def test_a_retry_of_a_turn_that_was_gone_on_with_starts_a_lineage() -> None:
+def test_retry_of_extended_turn_starts_lineage() -> None:
+    """A retry of a turn that was extended starts a lineage."""
     session = Session()
     _, half = session.say(ask(user()), "half", state="partial")
     session.say(ask(user(), half, user("go on")), "more")
     assert named(session.lineages.plan(ask(user()))) == ("retry", "same_path", 1)
 
 
-def test_the_same_path_of_another_agent_is_no_retry() -> None:
+def test_other_agents_path_is_no_retry() -> None:
     session = Session()
     session.say(ask(user()), "hal", state="partial")
     assert session.lineages.plan(ask(user()), hints={"agent": "a1"}).kind == "root"
 
 
-def test_a_failed_turn_is_never_extended_and_takes_no_place() -> None:
+def test_failed_turn_is_never_extended() -> None:
+    """A failed turn is never extended, and takes no place."""
     session, _, answer = started()
     conversation = ask(system(), user(), answer, told(answer.calls[0], "ok"))
     failed, text = session.say(conversation, "broken", state="failed")
@@ -171,7 +177,7 @@ def test_a_failed_turn_is_never_extended_and_takes_no_place() -> None:
     )
 
 
-def test_after_a_failed_turn_another_request_extends() -> None:
+def test_other_request_extends_past_failure() -> None:
     session, _, answer = started()
     session.say(ask(system(), user(), answer, told(answer.calls[0], "ok")), "broken", state="failed")
     assert named(session.lineages.plan(ask(system(), user(), answer, told(answer.calls[0], "shorter")))) == (
@@ -181,7 +187,7 @@ def test_after_a_failed_turn_another_request_extends() -> None:
     )
 
 
-def test_a_partial_turn_can_be_gone_on_with() -> None:
+def test_partial_turn_can_be_resumed() -> None:
     session = Session()
     turn, half = session.say(ask(user()), "half", state="partial")
     pending = session.begin(ask(user(), half, user("go on")))
@@ -192,7 +198,7 @@ def test_a_partial_turn_can_be_gone_on_with() -> None:
 # ── requests in flight at once ────────────────────────────────────────────────
 
 
-def test_requests_in_flight_become_siblings_whatever_order_they_end_in() -> None:
+def test_requests_in_flight_become_siblings() -> None:
     session, _, answer = started()
     pending = [
         session.begin(ask(system(), user(), answer, told(answer.calls[0], text))) for text in ("a", "b", "c")
@@ -208,14 +214,15 @@ def test_requests_in_flight_become_siblings_whatever_order_they_end_in() -> None
     assert [turn.index for turn in session.turns] == [0, 1, 2, 3]
 
 
-def test_the_same_request_twice_in_flight_is_a_retry_in_a_lineage_of_its_own() -> None:
+def test_twin_in_flight_starts_lineage() -> None:
+    """The same request twice in flight is a retry in a lineage of its own."""
     session = Session()
     first, second = session.begin(ask(user())), session.begin(ask(user()))
     assert named(first.plan) == ("root", "first", 0)
     assert named(second.plan) == ("retry", "same_path", 1)
 
 
-def test_what_is_in_flight_is_not_among_the_turns() -> None:
+def test_turns_exclude_requests_in_flight() -> None:
     session = Session()
     first, second = session.begin(ask(user())), session.begin(ask(user("else")))
     session.end(second, session.answer(second.plan, "done"))
@@ -224,7 +231,7 @@ def test_what_is_in_flight_is_not_among_the_turns() -> None:
     assert [turn.index for turn in session.turns] == [0, 1]
 
 
-def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
+def test_abandoned_plan_leaves_only_number() -> None:
     session, _, answer = started()
     conversation = ask(system(), user(), answer, told(answer.calls[0], "far too long"))
     plan = session.lineages.plan(conversation)
@@ -237,7 +244,7 @@ def test_an_abandoned_plan_leaves_nothing_but_its_number() -> None:
         session.end(Pending(plan=plan, prompt=array("i"), delta=array("i")), None)
 
 
-def test_a_refused_first_request_is_not_the_first() -> None:
+def test_refused_first_request_is_not_first() -> None:
     session = Session()
     session.lineages.abandon_plan(
         session.lineages.plan(ask(user("far too long"), tools=()), hints={"agent": "a1"})
@@ -258,7 +265,7 @@ def test_agents_are_told_apart_by_hints() -> None:
     assert session.lineages.plan(ask(system(), user("more"))).role == "main"
 
 
-def test_a_title_call_is_a_side_call() -> None:
+def test_title_call_is_side_call() -> None:
     session, _, _ = started()
     asks = system("You are a title generator. You output ONLY a thread title.")
     title, _ = session.say(ask(asks, user(), tools=()), "A title")
@@ -266,7 +273,7 @@ def test_a_title_call_is_a_side_call() -> None:
     assert "side call: opencode asks for a title" in title.notes
 
 
-def test_a_call_for_a_summary_extends_and_is_marked() -> None:
+def test_summary_call_extends_and_is_marked() -> None:
     session, _, answer = started()
     wanted = user("CRITICAL: Respond with TEXT ONLY. Do NOT call any tools.")
     plan = session.lineages.plan(ask(system(), user(), answer, told(answer.calls[0], "ok"), wanted))
@@ -291,9 +298,7 @@ def test_a_call_for_a_summary_extends_and_is_marked() -> None:
         ({"prompt_delta": array("i", [1])}, "prompt_length .* instead of"),
     ],
 )
-def test_a_turn_that_is_not_as_it_was_planned_is_a_law_broken(
-    changes: dict[str, object], said_wrong: str
-) -> None:
+def test_turn_unlike_its_plan_is_refused(changes: dict[str, object], said_wrong: str) -> None:
     session, _, answer = started()
     pending = session.begin(ask(system(), user(), answer, told(answer.calls[0], "ok")))
     turn = session.turn(pending, session.answer(pending.plan, "done"))
@@ -304,7 +309,8 @@ def test_a_turn_that_is_not_as_it_was_planned_is_a_law_broken(
     assert len(session.turns) == 2
 
 
-def test_a_turn_is_committed_once_and_only_if_planned() -> None:
+def test_turn_is_committed_exactly_once() -> None:
+    """A turn is committed once, and only if planned."""
     session, turn, _ = started()
     with pytest.raises(InvariantViolated, match="turn 0 of session s-1 ends, but no plan"):
         session.lineages.commit(turn)
@@ -312,7 +318,7 @@ def test_a_turn_is_committed_once_and_only_if_planned() -> None:
         session.lineages.commit(evolve(turn, index=9))
 
 
-def test_a_turn_that_failed_before_it_was_rendered_is_kept() -> None:
+def test_turn_failed_before_rendering_is_kept() -> None:
     session, _, answer = started()
     pending = session.begin(ask(system(), user(), answer, told(answer.calls[0], "ok")))
     bare = Pending(plan=pending.plan, prompt=session.lineages.history(pending.plan), delta=array("i"))
@@ -320,7 +326,7 @@ def test_a_turn_that_failed_before_it_was_rendered_is_kept() -> None:
     assert session.turns[1].state == "failed"
 
 
-def test_the_notes_of_a_plan_are_free_for_the_exchange_to_add_to() -> None:
+def test_exchange_may_add_plan_notes() -> None:
     session, _, answer = started()
     pending = session.begin(ask(system(), user(), answer, told(answer.calls[0], "ok")))
     session.lineages.commit(
@@ -332,7 +338,7 @@ def test_the_notes_of_a_plan_are_free_for_the_exchange_to_add_to() -> None:
 # ── histories and restoring ───────────────────────────────────────────────────
 
 
-def test_a_history_is_the_callers_own() -> None:
+def test_caller_may_change_its_history() -> None:
     session, _, answer = started()
     plan = session.lineages.plan(ask(system(), user(), answer, told(answer.calls[0], "ok")))
     first = session.lineages.history(plan)
@@ -357,7 +363,7 @@ def restored(session: Session) -> Lineages:
     return Lineages.restore(session_id=session.session_id, secret=SECRET, turns=session.turns[::-1])
 
 
-def test_lineages_restored_from_turns_plan_the_same() -> None:
+def test_restored_lineages_plan_the_same() -> None:
     session, messages = busy()
     asked = [
         (ask(*messages, user("next")), {}),
@@ -380,14 +386,14 @@ def test_lineages_restored_from_turns_plan_the_same() -> None:
 
 
 @pytest.mark.parametrize("change", [{"index": 0}, {"parent": 40}, {"before_key": ""}])
-def test_turns_that_do_not_fit_are_not_restored(change: dict[str, object]) -> None:
+def test_inconsistent_turns_are_not_restored(change: dict[str, object]) -> None:
     session, _ = busy()
     turns = [*session.turns[:3], evolve(session.turns[3], **change)]
     with pytest.raises(InvariantViolated, match="cannot be restored"):
         Lineages.restore(session_id="s-1", secret=SECRET, turns=turns)
 
 
-def test_a_session_that_was_planned_but_not_ended_is_restored_without_it() -> None:
+def test_unfinished_plan_is_not_restored() -> None:
     session, messages = busy()
     session.begin(ask(*messages, user("in flight")))
     again = restored(session)
@@ -397,7 +403,8 @@ def test_a_session_that_was_planned_but_not_ended_is_restored_without_it() -> No
 # ── a user message that is taken out again ────────────────────────────────────
 
 
-def test_a_request_without_the_last_user_message_goes_on_in_its_lineage() -> None:
+def test_dropped_user_message_keeps_lineage() -> None:
+    """A request without the last user message stays in its lineage."""
     session = Session()
     first, one = session.say(ask(system(), user("task"), user("volatile 1")), "step 1")
     second, two = session.say(ask(system(), user("task"), one, user("volatile 2")), "step 2")
@@ -417,7 +424,8 @@ def test_a_request_without_the_last_user_message_goes_on_in_its_lineage() -> Non
     )
 
 
-def test_what_was_said_before_the_first_volatile_message_keeps_its_tokens() -> None:
+def test_text_before_volatile_keeps_tokens() -> None:
+    """Text before the first volatile message keeps its tokens."""
     session = Session()
     _, one = session.say(ask(system(), user("task")), "step 1")
     second, two = session.say(ask(system(), user("task"), one, user("volatile")), "step 2")
@@ -425,7 +433,8 @@ def test_what_was_said_before_the_first_volatile_message_keeps_its_tokens() -> N
     assert (second.kind, third.kind, third.parent, third.lineage) == ("extend", "branch", 0, 0)
 
 
-def test_only_the_first_to_go_on_without_it_stays_in_the_lineage() -> None:
+def test_first_continuation_without_message_keeps_lineage() -> None:
+    """Only the first to go on without it stays in the lineage."""
     session = Session()
     _, one = session.say(ask(system(), user("task"), user("volatile")), "step 1")
     _, _ = session.say(ask(system(), user("task"), one, user("a")), "x", state="failed")
@@ -435,7 +444,8 @@ def test_only_the_first_to_go_on_without_it_stays_in_the_lineage() -> None:
     assert (other.kind, other.lineage) == ("root", 1)
 
 
-def test_a_last_user_message_may_come_back_with_other_words() -> None:
+def test_reworded_user_message_keeps_lineage() -> None:
+    """A last user message may come back with other words."""
     session = Session()
     _, one = session.say(ask(system(), user("task, and now a volatile word")), "step 1")
     second, two = session.say(ask(system(), user("task"), one, user("go on")), "step 2")
@@ -443,7 +453,7 @@ def test_a_last_user_message_may_come_back_with_other_words() -> None:
     assert (named(second), named(third)) == (("branch", "volatile", 0), ("extend", "appended", 0))
 
 
-def test_a_history_edited_further_back_is_another() -> None:
+def test_earlier_edit_starts_a_root() -> None:
     session = Session()
     _, one = session.say(ask(system(), user("task")), "step 1")
     _, two = session.say(ask(system(), user("task"), one, user("go on")), "step 2")
@@ -453,13 +463,14 @@ def test_a_history_edited_further_back_is_another() -> None:
     )
 
 
-def test_an_answer_nobody_gave_there_follows_nothing() -> None:
+def test_foreign_answer_follows_nothing() -> None:
     session = Session()
     session.say(ask(system(), user("task")), "step 1")
     assert session.lineages.plan(ask(system(), user("edited"), said("another"), user("go on"))).kind == "root"
 
 
-def test_an_assistant_message_of_the_harness_own_is_only_more_to_read() -> None:
+def test_foreign_assistant_message_only_extends() -> None:
+    """An assistant message of the harness's own is only more to read."""
     session, _, answer = started()
     new = told(answer.calls[0], "ok"), said("noted by the harness"), user("go on")
     turn, _ = session.say(ask(system(), user(), answer, *new), "then this")

@@ -30,7 +30,7 @@ def tree_of(*kept: Turn) -> TurnGraph:
     return tree
 
 
-def test_numbers_are_never_used_again() -> None:
+def test_dropped_numbers_are_not_reused() -> None:
     session = Session()
     plan = session.begin(ask(system(), user())).plan
     tree = TurnGraph(Ledger())
@@ -40,7 +40,7 @@ def test_numbers_are_never_used_again() -> None:
     assert (tree.next_index, tree.next_lineage, list(tree.requests())) == (1, 1, [])
 
 
-def test_what_was_asked_stands_in_that_order() -> None:
+def test_requests_stand_in_index_order() -> None:
     one, two = turns(2)
     tree = tree_of(two, one)
     assert [asked.index for asked in tree.requests()] == [0, 1]
@@ -50,13 +50,13 @@ def test_what_was_asked_stands_in_that_order() -> None:
     ("state", "limit", "expected"),
     [("partial", None, True), ("partial", 3, True), ("partial", 2, False), ("complete", None, False)],
 )
-def test_a_cut_turn_can_go_on_while_there_is_room(state: str, limit: int | None, expected: bool) -> None:
+def test_cut_turn_resumes_while_room_remains(state: str, limit: int | None, expected: bool) -> None:
     (turn,) = turns(1)
     cut = evolve(turn, state=state, sampled=turn.sampled[:2], used=Sampling(max_tokens=limit))
     assert tree_of(cut).can_continue(cut) is expected
 
 
-def test_a_cut_turn_that_was_extended_does_not_go_on() -> None:
+def test_extended_cut_turn_is_not_resumable() -> None:
     one, two = turns(2)
     cut = evolve(one, state="partial")
     assert tree_of(cut).can_continue(cut)

@@ -5,7 +5,7 @@ import pytest
 from polarnode.merge import figures
 
 
-def test_notes_are_counted_by_their_first_word() -> None:
+def test_notes_counted_by_first_word() -> None:
     said = [
         "edited: one",
         "edited: two",
@@ -20,7 +20,7 @@ def test_notes_are_counted_by_their_first_word() -> None:
 @pytest.mark.parametrize(
     ("shown", "hidden", "count"), [((), (), 0), ((1,), (), 1), ((), (2, 3), 1), ((5,), (1,), 2)]
 )
-def test_thoughts_are_told_only_where_there_are_some(
+def test_only_existing_thoughts_are_noted(
     shown: tuple[int, ...], hidden: tuple[int, ...], count: int
 ) -> None:
     said = figures.thinking_notes(shown, hidden)

@@ -7,7 +7,7 @@ from polarnode.merge.attach import EXTRA_CHOICE, RESUMED, choice_plan, resumed
 
 
 @pytest.mark.parametrize(("key", "expected"), [("body", "body.2"), ("", "")])
-def test_another_sample_is_a_sibling_and_no_retry(key: str, expected: str) -> None:
+def test_other_sample_is_sibling_not_retry(key: str, expected: str) -> None:
     plan = Session().begin(ask(system(), user()), request_key=key).plan
     other = choice_plan(plan, index=4, lineage=3, number=2)
     assert (other.index, other.lineage, other.kind, other.reason, other.request_key) == (
@@ -20,14 +20,14 @@ def test_another_sample_is_a_sibling_and_no_retry(key: str, expected: str) -> No
     assert (other.parent, other.new, other.before_key) == (plan.parent, plan.new, plan.before_key)
 
 
-def test_another_sample_under_a_turn_is_a_branch() -> None:
+def test_sample_under_turn_is_branch() -> None:
     session = Session()
     _, one = session.say(ask(system(), user()), "one")
     plan = session.begin(ask(system(), user(), one, user("two"))).plan
     assert choice_plan(plan, index=9, lineage=9, number=1).kind == "branch"
 
 
-def test_a_resumed_plan_goes_on_where_the_cut_turn_stands() -> None:
+def test_resumed_plan_continues_cut_turn() -> None:
     session = Session()
     turn, _ = session.say(ask(system(), user()), "one", state="partial")
     plan = resumed(turn, index=1, total=2)
@@ -43,7 +43,7 @@ def test_a_resumed_plan_goes_on_where_the_cut_turn_stands() -> None:
     assert "2 tokens go on" in plan.notes[0]
 
 
-def test_a_plan_says_the_key_of_its_turn() -> None:
+def test_plan_knows_its_turns_key() -> None:
     session = Session()
     pending = session.begin(ask(system(), user()))
     answer = session.answer(pending.plan, "one")

@@ -13,13 +13,15 @@ OURS = References("session-a", b"secret of the node")
 INDEXES = st.integers(min_value=0, max_value=0xFFFFFF)
 
 
-def test_a_ref_is_six_digits_of_index_and_ten_that_sign_it() -> None:
+def test_ref_is_signed_turn_index() -> None:
+    """A reference is six digits of index and ten that sign it."""
     assert re.fullmatch(r"00000c[0-9a-f]{10}", OURS.ref(12))
     assert OURS.ref(12) == OURS.ref(12)
     assert OURS.ref(12)[6:] != OURS.ref(13)[6:]
 
 
-def test_an_id_full_of_places_for_a_reference_signs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_id_is_searched_without_signing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An id full of places for a reference signs nothing."""
     ours = References("session-a", b"secret of the node")
     own, signed = ours.call_id(0, 0), 0
 
@@ -33,7 +35,7 @@ def test_an_id_full_of_places_for_a_reference_signs_nothing(monkeypatch: pytest.
     assert signed == 0
 
 
-def test_a_reference_that_was_never_given_out_is_not_believed() -> None:
+def test_unissued_reference_is_not_believed() -> None:
     given_out = References("session-a", b"secret of the node").ref(5)
     asked = References("session-a", b"secret of the node")
     assert asked.find_turn(given_out) is None
@@ -53,7 +55,7 @@ def test_a_call_id_fits_every_provider_and_is_proven(index: int, k: int, prefix:
     assert OURS.locate(call_id) == ProvenReference(index=index, rest=f"{k:02x}")
 
 
-def test_call_ids_of_a_session_are_unique() -> None:
+def test_call_ids_are_unique_per_session() -> None:
     made = [OURS.call_id(index, k) for index in range(200) for k in range(20)]
     assert len(set(made)) == len(made)
 
@@ -121,17 +123,17 @@ def test_another_session_or_another_node_proves_nothing(index: int) -> None:
         assert other.find_turn(call_id) is None
 
 
-def test_the_session_and_the_index_are_signed_apart() -> None:
+def test_session_and_index_signed_apart() -> None:
     assert References("s:1", b"k").ref(2)[6:] != References("s", b"k").ref(12)[6:]
     assert References("s1", b"k").ref(2)[6:] != References("s", b"k").ref(12)[6:]
 
 
-def test_a_long_opaque_field_is_not_searched_to_its_end() -> None:
+def test_long_opaque_field_searched_in_part() -> None:
     assert OURS.find_turn("x" * 1_000_000 + OURS.ref(1)) is None
     assert OURS.find_turn("0" * 1_000_000) is None
 
 
-def test_find_refs_gathers_what_is_proven() -> None:
+def test_find_refs_gathers_proven_ones() -> None:
     given = [
         OURS.call_id(3, 0),
         OURS.call_id(3, 1),
@@ -142,5 +144,5 @@ def test_find_refs_gathers_what_is_proven() -> None:
     assert OURS.find_turns(given) == {3, 9}
 
 
-def test_the_secret_is_not_shown() -> None:
+def test_secret_is_not_shown() -> None:
     assert "secret" not in repr(OURS)

@@ -41,7 +41,7 @@ A, B, C = call(3, 0), call(3, 1), call(3, 2)
         (calling(A, B), told(A, "a"), told(B, "b"), calling(C), told(C, "c")),
     ],
 )
-def test_calls_of_one_turn_are_one_message_again(messages: tuple[Message, ...]) -> None:
+def test_split_calls_rejoin_one_message(messages: tuple[Message, ...]) -> None:
     found = join_answer_calls(request(user(), *messages, user("on")), OURS)
     assert found.conversation.messages == (
         user(),
@@ -54,7 +54,7 @@ def test_calls_of_one_turn_are_one_message_again(messages: tuple[Message, ...]) 
     assert found.notes[0].startswith("regrouped: the calls of turn 3 came in")
 
 
-def test_the_text_stays_with_the_first() -> None:
+def test_text_stays_with_first_message() -> None:
     assert shown(calling(A, text="Both."), told(A, "a"), calling(B, text="Both."))[0] == calling(
         A, B, text="Both."
     )
@@ -73,11 +73,11 @@ def test_the_text_stays_with_the_first() -> None:
         (calling(evolve(A, id="")), calling(evolve(B, id=""))),
     ],
 )
-def test_nothing_else_is_touched(messages: tuple[Message, ...]) -> None:
+def test_other_messages_are_untouched(messages: tuple[Message, ...]) -> None:
     asked = request(user(), *messages)
     assert join_answer_calls(asked, OURS) is asked
 
 
-def test_another_sessions_calls_are_not_joined() -> None:
+def test_foreign_calls_are_not_joined() -> None:
     asked = request(calling(A), told(A, "a"), calling(B))
     assert join_answer_calls(asked, References("s-2", SECRET)) is asked

@@ -25,7 +25,7 @@ def heads(*paths: Path) -> PathIndex:
     return made
 
 
-def test_the_first_request_is_main_and_first() -> None:
+def test_first_request_is_main() -> None:
     assert heads().classify(MAIN, (user(),)).role == "main"
     assert heads().root_reason(MAIN, (user(),)) == "first"
 
@@ -41,15 +41,15 @@ def test_the_first_request_is_main_and_first() -> None:
         ({"key": "k2"}, "rewrite"),
     ],
 )
-def test_a_root_says_the_first_thing_that_is_new(changes: dict[str, str], reason: str) -> None:
+def test_root_names_first_new_part(changes: dict[str, str], reason: str) -> None:
     assert heads(MAIN).root_reason(evolve(MAIN, **changes), (user(),)) == reason
 
 
-def test_a_history_that_begins_with_its_summary_is_a_compaction() -> None:
+def test_history_starting_with_summary_is_compaction() -> None:
     assert heads(MAIN).root_reason(evolve(MAIN, opening="o2"), (system(), user(CLAUDE_TELLS))) == "compaction"
 
 
-def test_another_agent_is_a_subagent() -> None:
+def test_other_agent_is_subagent() -> None:
     cast = heads(MAIN).classify(evolve(MAIN, agent="a1"), (user(),))
     assert cast.role == "subagent"
     assert cast.note is not None
@@ -57,7 +57,7 @@ def test_another_agent_is_a_subagent() -> None:
     assert heads(evolve(MAIN, agent="a1")).classify(MAIN, (user(),)).role == "subagent"
 
 
-def test_an_agent_without_tools_is_an_agent() -> None:
+def test_agent_without_tools_is_agent() -> None:
     bare = evolve(MAIN, tools=NO_KEY)
     assert heads(MAIN).classify(bare, (user(),)).role == "main"
     assert (
@@ -83,7 +83,7 @@ def test_an_agent_without_tools_is_an_agent() -> None:
         ),
     ],
 )
-def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> None:
+def test_summary_call_is_compaction(messages: tuple[Message, ...]) -> None:
     assert heads(MAIN).classify(MAIN, messages).role == "compaction"
 
 
@@ -97,11 +97,11 @@ def test_a_call_for_a_summary_is_a_compaction(messages: tuple[Message, ...]) -> 
         (user(), Message(role="assistant", text=CODEX_ASKS)),
     ],
 )
-def test_talk_about_a_summary_is_none(messages: tuple[Message, ...]) -> None:
+def test_summary_talk_is_no_compaction(messages: tuple[Message, ...]) -> None:
     assert heads(MAIN).classify(MAIN, messages).role == "main"
 
 
-def test_only_a_user_tells_a_summary() -> None:
+def test_only_user_message_holds_summary() -> None:
     assert holds_summary((system(), user(CLAUDE_TELLS), user("go on")))
     assert not holds_summary((system(CLAUDE_TELLS), told("c", CLAUDE_TELLS)))
 
@@ -288,17 +288,18 @@ def test_an_agent_that_only_sounds_like_one(told: str, asked: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["main", "subagent", "auxiliary", "compaction"])
-def test_what_the_harness_says_decides(kind: str) -> None:
+def test_harness_hint_decides_role(kind: str) -> None:
     assert (
         heads(MAIN).classify(evolve(MAIN, agent="a1", tools=NO_KEY), (user(CODEX_ASKS),), kind).role == kind
     )
 
 
-def test_a_word_that_is_no_role_decides_nothing() -> None:
+def test_unknown_hint_decides_nothing() -> None:
     assert heads(MAIN).classify(MAIN, (user(),), "turn").role == "main"
 
 
-def test_what_begins_after_a_summary_was_asked_for_stands_for_it() -> None:
+def test_conversation_after_summary_replaces_it() -> None:
+    """A conversation that begins after a summary was asked for stands for the old one."""
     made = heads(MAIN)
     made.note(evolve(MAIN, key="k2"), "compaction")
     assert made.root_reason(evolve(MAIN, tools="t2"), (user(),)) == "tools"
@@ -321,7 +322,8 @@ def delegated() -> tuple[Session, Message]:
     return session, answer
 
 
-def test_a_fresh_conversation_that_asks_for_what_a_tool_was_given_is_a_subagent() -> None:
+def test_delegated_task_marks_subagent() -> None:
+    """A fresh conversation whose request is the argument of a tool call is a subagent."""
     session, answer = delegated()
     conversation = system("you are a helper"), user(f"<context>\n{TASK}")
     first, said = session.say(ask(*conversation), "5")
@@ -334,14 +336,14 @@ def test_a_fresh_conversation_that_asks_for_what_a_tool_was_given_is_a_subagent(
     assert (back.role, back.lineage) == ("main", 0)
 
 
-def test_a_tool_that_only_subagents_have_is_a_sign() -> None:
+def test_subagent_only_tool_is_a_sign() -> None:
     other = evolve(MAIN, system="s2", tools="t2")
     assert heads(MAIN).classify(other, (user(),), tools=["read", "complete_task"]).role == "subagent"
     assert heads(MAIN).classify(MAIN, (user(),), tools=["complete_task"]).role == "main"
     assert heads().classify(other, (user(),), tools=["complete_task"]).role == "main"
 
 
-def test_a_conversation_that_only_looks_like_it_is_none() -> None:
+def test_similar_conversation_is_no_subagent() -> None:
     session, _ = delegated()
     assert session.lineages.plan(ask(system(), user(TASK))).role == "main", "the main head"
     assert session.lineages.plan(ask(system("other"), user("count"))).role == "main", "a short text"
@@ -349,7 +351,7 @@ def test_a_conversation_that_only_looks_like_it_is_none() -> None:
     assert session.lineages.plan(other).role == "main", "a history"
 
 
-def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
+def test_unreadable_arguments_are_no_task() -> None:
     made = heads(MAIN)
     calls = [
         ToolCall(id="c", name="x", arguments=text)
@@ -359,7 +361,7 @@ def test_arguments_that_are_no_json_or_have_no_end_are_no_task() -> None:
     assert made.classify(evolve(MAIN, system="s2"), (user("[" * 100),)).role == "main"
 
 
-def test_side_call_that_calls_tools() -> None:
+def test_side_call_with_tool_calls() -> None:
     """What answers a side call's tools is that side call; a conversation that goes on from it is an agent's."""
     session = Session()
     remember = user(
@@ -376,7 +378,7 @@ def test_side_call_that_calls_tools() -> None:
 # ── crews ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_crew_is_trained_whole() -> None:
+def test_crew_agents_are_all_trained() -> None:
     session = Session()
     planner = system("You are the planner."), user("Sort a list.")
     _, plan = session.say(ask(*planner, tools=()), "First look, then sort.")

@@ -98,14 +98,15 @@ def ends(made: Built) -> list[list[int]]:
 # ── where a row is cut ────────────────────────────────────────────────────────
 
 
-def test_a_row_within_the_limit_is_whole() -> None:
+def test_row_within_limit_stays_whole() -> None:
     tree = line((3, 2), (1, 4))
     assert cuts(tree, None) == cuts(tree, 10) == [(0, 10)]
     assert slices(tree.turns, {0, 1}, 10) == [Slice(start=0, end=10, first=0, last=1)]
     assert built(tree, 10) == built(tree, None)
 
 
-def test_a_longer_row_is_cut_at_turn_ends_and_its_parts_are_the_row() -> None:
+def test_long_row_cut_at_turn_ends() -> None:
+    """A longer row is cut at turn ends, and its parts are the row."""
     tree = line((3, 2), (1, 4), (2, 2), (1, 1), (5, 5))
     made = built(tree, 10)
     assert ends(made) == [[0, 1], [2, 3], [4]]
@@ -128,7 +129,8 @@ def test_a_longer_row_is_cut_at_turn_ends_and_its_parts_are_the_row() -> None:
     assert [trace.prompt_length for trace in made.traces] == [3, 2, 5], "what is before a part's first sample"
 
 
-def test_a_turn_too_long_loses_the_left_of_its_prompt_and_says_so() -> None:
+def test_long_turn_loses_left_of_prompt() -> None:
+    """A turn too long loses the left of its prompt and says so."""
     tree = line((20, 3), (1, 2))
     made = built(tree, 8)
     assert [(trace.offset, len(trace.token_ids), trace.prompt_length) for trace in made.traces] == [
@@ -141,7 +143,8 @@ def test_a_turn_too_long_loses_the_left_of_its_prompt_and_says_so() -> None:
     assert [(trace.offset, len(trace.token_ids)) for trace in made.traces] == [(0, 4), (19, 8)]
 
 
-def test_a_sample_too_long_is_a_row_of_its_own_and_never_cut() -> None:
+def test_long_sample_is_never_cut() -> None:
+    """A sample too long is a row of its own and never cut."""
     tree = line((3, 1), (4, 9), (1, 1))
     made = built(tree, 6)
     assert [(trace.offset, len(trace.token_ids), trace.over_long) for trace in made.traces] == [
@@ -153,7 +156,8 @@ def test_a_sample_too_long_is_a_row_of_its_own_and_never_cut() -> None:
     assert built(line((3, 6)), 6).traces[0].over_long, "a sample of just the limit has no room for that token"
 
 
-def test_an_answer_that_went_on_after_a_cut_is_not_taken_apart() -> None:
+def test_resumed_answer_is_not_split() -> None:
+    """An answer that went on after a cut is not taken apart."""
     tree = line((2, 3), (1, 2), (0, 2), (1, 1))
     assert ends(built(tree, 7)) == [[0], [1, 2, 3]]
     made = built(tree, 4)
@@ -161,13 +165,14 @@ def test_an_answer_that_went_on_after_a_cut_is_not_taken_apart() -> None:
     assert [(trace.offset, trace.over_long) for trace in made.traces] == [(1, False), (5, True), (10, False)]
 
 
-def test_every_part_has_a_token_before_its_first_trained_one() -> None:
+def test_part_starts_with_untrained_token() -> None:
+    """Every part has a token before its first trained one."""
     tree = line((2, 3), (0, 3), (0, 3))
     [trace] = built(tree, 4).traces
     assert (trace.offset, trace.over_long, ends(built(tree, 4))) == (1, True, [[0, 1, 2]])
 
 
-def test_context_that_no_part_needs_is_in_none() -> None:
+def test_unneeded_context_is_dropped() -> None:
     tree = line((5, 5), (5, 5))
     fork = tree.add(1, 3, 3)
     tree.add(1, 2, 2)
@@ -181,7 +186,8 @@ def test_context_that_no_part_needs_is_in_none() -> None:
     ]
 
 
-def test_a_part_shows_as_much_context_before_it_as_fits() -> None:
+def test_part_keeps_as_much_context() -> None:
+    """A part shows as much context before it as fits."""
     tree = line((2, 2), (2, 2), (2, 2), (2, 2))
     assert cuts(tree, 9, trained=[3]) == [(8, 16)]
     assert cuts(tree, 13, trained=[3]) == [(4, 16)]
@@ -189,7 +195,8 @@ def test_a_part_shows_as_much_context_before_it_as_fits() -> None:
     assert cuts(tree, 11, trained=[1, 3]) == [(0, 8), (8, 16)]
 
 
-def test_a_row_of_one_request_keeps_the_end_of_its_prompt() -> None:
+def test_single_request_keeps_prompt_end() -> None:
+    """A row of one request keeps the end of its prompt."""
     tree = line((2, 2), (2, 2), (2, 2), (9, 2))
     made = built(tree, 10, "per_request")
     assert ends(made) == [[0], [0, 1], [1, 2], [3]]
@@ -204,7 +211,8 @@ def test_a_row_of_one_request_keeps_the_end_of_its_prompt() -> None:
     )
 
 
-def test_a_part_names_its_last_turns_lineage_role_and_end() -> None:
+def test_part_is_labelled_by_last_turn() -> None:
+    """A part names its last turn's lineage, role and end."""
     tree = Tree()
     first = tree.add(None, 3, 3, finish="length")
     tree.add(first, 3, 3, role="subagent")
@@ -215,7 +223,7 @@ def test_a_part_names_its_last_turns_lineage_role_and_end() -> None:
     ]
 
 
-def test_thousands_of_parts_are_cut_in_time_linear_in_the_row() -> None:
+def test_thousands_of_parts_in_linear_time() -> None:
     tree, last = Tree(), None
     before = 0
     for index in range(3000):
@@ -267,7 +275,7 @@ def carrying(*lengths: tuple[int, int]) -> Tree:
 
 @pytest.mark.parametrize("name", ["prefix_merging", "per_request"])
 @pytest.mark.parametrize("limit", [None, 10, 4])
-def test_a_part_carries_the_rows_of_its_own_tokens(name: str, limit: int | None) -> None:
+def test_part_carries_own_token_extras(name: str, limit: int | None) -> None:
     for trace in built(carrying((3, 2), (1, 4), (2, 2), (1, 1), (5, 5)), limit, name).traces:
         assert trace.missing_extras == ()
         assert trace.top is not None
@@ -277,7 +285,7 @@ def test_a_part_carries_the_rows_of_its_own_tokens(name: str, limit: int | None)
         assert (trace.routed.start, list(trace.routed.data)) == (trace.offset, list(trace.token_ids[:-1]))
 
 
-def test_what_a_trace_carries_is_its_turns() -> None:
+def test_trace_extras_are_its_turns() -> None:
     tree = carrying((3, 2), (1, 4), (2, 2))
     made = built(tree, 10)
     check(tree.turns, part(0, lambda trace: evolve(trace, top=None, routed=None))(made))
@@ -462,14 +470,14 @@ MUTANTS: dict[str, tuple[str, Callable[[Built], Built]]] = {
 
 
 @pytest.mark.parametrize(("invariant", "mutant"), MUTANTS.values(), ids=MUTANTS.keys())
-def test_every_mutant_of_parts_is_caught(invariant: str, mutant: Callable[[Built], Built]) -> None:
+def test_every_mutant_part_is_caught(invariant: str, mutant: Callable[[Built], Built]) -> None:
     tree, made = sliced()
     check(tree.turns, made)
     with pytest.raises(InvariantViolated, match=invariant):
         check(tree.turns, mutant(made))
 
 
-def test_a_part_is_looked_at_on_its_own_too() -> None:
+def test_single_part_is_checked_too() -> None:
     tree, made = sliced()
     by_index = {turn.index: turn for turn in tree.turns}
     for number, trace in enumerate(made.traces):
@@ -478,7 +486,7 @@ def test_a_part_is_looked_at_on_its_own_too() -> None:
         check_trace("it", evolve(made.traces[1], offset=0), by_index, train_failed=False)
 
 
-def test_parts_are_of_one_line() -> None:
+def test_parts_belong_to_one_lineage() -> None:
     tree = line((2, 2))
     tree.add(0, 2, 2)
     tree.add(0, 8, 2)
@@ -494,7 +502,7 @@ def test_parts_are_of_one_line() -> None:
     check_parts((one, other), {turn.index: turn for turn in tree.turns})
 
 
-def test_lengths_are_those_the_task_asked_for() -> None:
+def test_lengths_follow_the_tasks_limit() -> None:
     _tree, made = sliced()
     check_lengths(made.traces, 10)
     with pytest.raises(
@@ -510,7 +518,7 @@ def test_lengths_are_those_the_task_asked_for() -> None:
         check_lengths([evolve(made.traces[0], over_long=True)], 10)
 
 
-def test_builders_called_alone_slice_too() -> None:
+def test_direct_builder_calls_slice_too() -> None:
     tree = line((3, 2), (1, 4))
     for builder in (prefix_merging, per_request):
         assert all(len(trace.token_ids) <= 6 for trace in builder(tree.turns, {"max_row_tokens": 6}).traces)

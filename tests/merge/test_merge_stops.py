@@ -47,7 +47,7 @@ def next_after(session: Session, *messages: Message) -> Any:
         f"{TEXT.strip()}\n\n{STOP}",
     ],
 )
-def test_stop_string_comes_back(shown: str) -> None:
+def test_echo_with_stop_string_extends(shown: str) -> None:
     session = Session()
     stopped(session, ask(system(), user()))
     session.say(ask(system(), user(), said(shown), user("1")), "done")
@@ -60,7 +60,7 @@ def test_stop_string_comes_back(shown: str) -> None:
     "shown",
     [f"{TEXT}</answer>", f"{TEXT}x{STOP}", f"{TEXT}{STOP}{STOP}", f"I see.{STOP}", STOP, f"{TEXT}{STOP}."],
 )
-def test_another_text_is_not_ours(shown: str) -> None:
+def test_changed_text_is_rewritten(shown: str) -> None:
     session = Session()
     stopped(session, ask(system(), user()))
     plan = next_after(session, said(shown))
@@ -68,7 +68,7 @@ def test_another_text_is_not_ours(shown: str) -> None:
     assert plan.notes == ("rewritten: message 2 differs from turn 0's answer in text",)
 
 
-def test_stop_string_of_no_answer() -> None:
+def test_stop_string_after_unstopped_answer() -> None:
     session = Session()
     session.say(ask(system(), user()), "text")
     assert next_after(session, said(f"text{STOP}")).parent is None
@@ -103,13 +103,13 @@ def test_stop_string_with_calls_and_thoughts() -> None:
     assert (edited.parent, counted(edited.notes)) == (0, {"edited": 1})
 
 
-def test_stop_in_a_thought() -> None:
+def test_stop_string_after_a_thought() -> None:
     session = Session()
     stopped(session, ask(system(), user()), "", STOP, thinking="so")
     assert next_after(session, said(STOP)).parent == 0
 
 
-def test_twins_with_other_stop_strings() -> None:
+def test_stop_strings_tell_twins_apart() -> None:
     session = Session()
     stopped(session, ask(system(), user()), "kiwi", "</search>")
     stopped(session, ask(system(), user()), "kiwi", "</answer>")
@@ -119,7 +119,7 @@ def test_twins_with_other_stop_strings() -> None:
     assert next_after(session, said("kiwi")).parent == 2
 
 
-def test_stop_strings_of_a_path_are_bounded() -> None:
+def test_stop_strings_per_path_are_bounded() -> None:
     """Each is looked for in a message of any length, and a client may send another with every request."""
     session = Session()
     for number in range(1, STOPS + 10):
@@ -130,7 +130,7 @@ def test_stop_strings_of_a_path_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("prefilled", [False, True])
-def test_goes_on_after_a_stop_string(prefilled: bool) -> None:
+def test_stopped_answer_with_stop_resumes(prefilled: bool) -> None:
     session = Session()
     stopped(session, ask(system(), user()), "<search>kiwi", "</search>")
     shown = said("<search>kiwi</search>")
@@ -141,7 +141,7 @@ def test_goes_on_after_a_stop_string(prefilled: bool) -> None:
         assert next_after(session, said(whole)).parent == 1
 
 
-def test_prefill_without_the_stop_string() -> None:
+def test_prefill_without_stop_string_restarts() -> None:
     session = Session()
     stopped(session, ask(system(), user()), "<search>kiwi", "</search>")
     asked = evolve(ask(system(), user(), said("<search>kiwi")), prefilled=True)
@@ -149,7 +149,7 @@ def test_prefill_without_the_stop_string() -> None:
     assert (plan.parent, plan.prefill) == (None, "<search>kiwi"), "the client took away what was sampled"
 
 
-def test_stop_string_after_a_lost_question() -> None:
+def test_stop_string_after_lost_question() -> None:
     session = Session()
     stopped(session, ask(system(), user("do it"), user("what is new now?")))
     plan = session.lineages.plan(ask(system(), user("do it"), said(TEXT + STOP), user("1")))

@@ -136,7 +136,8 @@ def cycle(talk: Talk, name: str) -> tuple[Turn, Turn]:
     return first, second
 
 
-def test_every_prompt_is_what_the_template_makes_of_the_conversation_with_its_thoughts() -> None:
+def test_prompts_match_template_with_thoughts() -> None:
+    """Every prompt is what the template makes of the conversation with its thoughts."""
     talk = Talk()
     talk.add(system())
     cycles = [cycle(talk, name) for name in ("one", "two", "three")]
@@ -161,7 +162,7 @@ def test_every_prompt_is_what_the_template_makes_of_the_conversation_with_its_th
     assert len(built.traces) == 3
 
 
-def test_keep_is_the_default_and_extends() -> None:
+def test_keep_policy_extends_by_default() -> None:
     talk = Talk(drops=None)
     talk.add(user("one"))
     talk.say("thought", "One.")
@@ -171,7 +172,7 @@ def test_keep_is_the_default_and_extends() -> None:
     assert "thought" in qwen3().text(talk.prompts[1])
 
 
-def test_a_turn_without_thoughts_is_extended() -> None:
+def test_turn_without_thoughts_is_extended() -> None:
     talk = Talk()
     talk.add(user("one"))
     talk.say("", "One.")
@@ -185,7 +186,7 @@ def test_a_turn_without_thoughts_is_extended() -> None:
     assert talk.say("", "Five.").kind == "extend"
 
 
-def test_a_rewritten_history_gets_back_the_thoughts_of_the_cycle_it_is_in() -> None:
+def test_rewritten_history_regains_cycle_thoughts() -> None:
     """The harness changes its tools in the middle of a cycle: no key is the same, but the calls name their
     turns.
     """
@@ -202,7 +203,8 @@ def test_a_rewritten_history_gets_back_the_thoughts_of_the_cycle_it_is_in() -> N
     assert talk.say("", "Yes.", request=ask(*talk.echo, tools=more)).reason == THINKING_TEMPLATE
 
 
-def test_thoughts_in_a_prompt_count_though_its_own_turn_has_none() -> None:
+def test_prompt_thoughts_count_without_own() -> None:
+    """Thoughts in a prompt count though its own turn has none."""
     talk = Talk()
     talk.add(user("go"))
     talk.say("hidden", "Looking.", LS)
@@ -214,7 +216,7 @@ def test_thoughts_in_a_prompt_count_though_its_own_turn_has_none() -> None:
     assert "hidden" not in qwen3().text(talk.prompts[2])
 
 
-def test_a_branch_shows_the_thoughts_of_what_it_repeats() -> None:
+def test_branch_shows_repeated_turns_thoughts() -> None:
     """Old tool results are cleared: the branch starts at the deepest untouched turn, and the turns behind it
     keep their thoughts.
     """
@@ -231,7 +233,7 @@ def test_a_branch_shows_the_thoughts_of_what_it_repeats() -> None:
     assert "thinking: shown the thoughts of messages 5" in turn.notes
 
 
-def test_among_twins_the_one_that_the_call_ids_name_gives_its_thoughts() -> None:
+def test_call_ids_choose_the_twins_thoughts() -> None:
     talk = Talk()
     talk.add(user("go"))
     first = talk.say("thought of the first", "Looking.", LS)
@@ -246,7 +248,8 @@ def test_among_twins_the_one_that_the_call_ids_name_gives_its_thoughts() -> None
     assert "thought of the second" not in text
 
 
-def test_an_edit_is_shown_as_the_request_has_it_where_the_prompt_is_rendered_anew() -> None:
+def test_rerendered_edit_is_shown_as_requested() -> None:
+    """An edit is shown as the request has it, where the prompt is rendered anew."""
     talk = Talk()
     talk.add(user("go"))
     talk.say("hidden", "Looking.", LS)
@@ -266,7 +269,7 @@ def test_an_edit_is_shown_as_the_request_has_it_where_the_prompt_is_rendered_ane
 
 
 @pytest.mark.parametrize("forged", ["call_0000000000000000", "toolu_000000ffffffffff00"])
-def test_thoughts_are_not_given_to_messages_that_only_claim_to_be_ours(forged: str) -> None:
+def test_forged_messages_get_no_thoughts(forged: str) -> None:
     talk = Talk()
     talk.add(user("go"))
     talk.say("secret thought", "Looking.", LS)
@@ -277,7 +280,7 @@ def test_thoughts_are_not_given_to_messages_that_only_claim_to_be_ours(forged: s
     assert "secret thought" not in qwen3().text(talk.prompts[1])
 
 
-def test_other_words_get_no_thoughts() -> None:
+def test_changed_words_get_no_thoughts() -> None:
     talk = Talk()
     talk.add(user("go"))
     talk.say("secret thought", "Looking.", LS)
@@ -287,7 +290,7 @@ def test_other_words_get_no_thoughts() -> None:
     assert "secret thought" not in qwen3().text(talk.prompts[1])
 
 
-def test_a_restored_session_plans_the_same() -> None:
+def test_restored_session_plans_the_same() -> None:
     talk = Talk()
     talk.add(system())
     for name in ("one", "two"):
@@ -299,7 +302,7 @@ def test_a_restored_session_plans_the_same() -> None:
         assert again.plan(ask(*talk.echo, more)) == talk.lineages.plan(ask(*talk.echo, more))
 
 
-def test_a_look_renders_what_a_plan_would() -> None:
+def test_lookup_renders_what_plan_would() -> None:
     talk = Talk()
     talk.add(user("one"))
     talk.say("thought", "One.")

@@ -43,7 +43,7 @@ def trail(*numbers: int, root: str = "r", ours: tuple[int, ...] = ()) -> Request
         ((1, 2, 9, 9, 9), 2),
     ],
 )
-def test_how_far_two_paths_go_together(asked: tuple[int, ...], shared: int) -> None:
+def test_shared_length_of_two_paths(asked: tuple[int, ...], shared: int) -> None:
     trails = TrailCache()
     trails.keep(trail(1, 2, 3))
     assert trails.longest("r", trail(*asked).numbers)[1] == shared
@@ -61,7 +61,7 @@ def test_the_longest_beginning_is_found(one: list[int], other: list[int]) -> Non
     assert trails.longest("r", trail(*other).numbers)[1] == same
 
 
-def test_a_path_that_goes_on_takes_the_place_of_the_one_before() -> None:
+def test_longer_path_replaces_its_prefix() -> None:
     trails = TrailCache()
     for length in range(1, 100):
         trails.keep(trail(*range(length)))
@@ -73,7 +73,7 @@ def test_a_path_that_goes_on_takes_the_place_of_the_one_before() -> None:
     assert trails.longest("r", trail(199, 5).numbers)[1] == 1
 
 
-def test_the_last_of_ours() -> None:
+def test_last_own_message_before_length() -> None:
     path = trail(1, 2, 3, 4, 5, 6, ours=(2, 5))
     assert [path.last_exact_place(length) for length in range(7)] == [0, 0, 2, 2, 2, 5, 5]
 
@@ -90,7 +90,7 @@ def test_the_last_of_ours() -> None:
         Message(role="assistant", text="x", calls=(CALL, CALL)),
     ],
 )
-def test_messages_of_other_keys_have_other_numbers(other: Message) -> None:
+def test_other_keys_get_other_numbers(other: Message) -> None:
     messages = [
         user("x"),
         said("y"),
@@ -134,7 +134,7 @@ def both(session: Session, *messages: Message) -> Attachment:
     return with_it
 
 
-def test_an_answer_that_comes_late_is_found_in_a_history_that_was_seen_before() -> None:
+def test_late_answer_found_in_seen_history() -> None:
     session = Session()
     waiting = session.begin(ask(system(), user()))
     history = system(), user(), said("late"), user("more")
@@ -144,7 +144,8 @@ def test_an_answer_that_comes_late_is_found_in_a_history_that_was_seen_before() 
     assert both(session, *history, said("foreign"), user()).parent == 0
 
 
-def test_an_excused_answer_is_excused_again_until_a_turn_says_it_itself() -> None:
+def test_excused_answer_stays_excused() -> None:
+    """An excused answer is excused again until a turn says it itself."""
     session = Session()
     _, answer = session.say(ask(user()), "look", [("bash", '{"a": 1}')])
     edited = evolve(answer, calls=tuple(evolve(call, arguments='{"a": 2}') for call in answer.calls))
@@ -155,7 +156,7 @@ def test_an_excused_answer_is_excused_again_until_a_turn_says_it_itself() -> Non
     assert both(session, *history, said("y"), user()).parent == twin.index
 
 
-def test_a_foreign_message_at_the_head_costs_nothing_behind_it() -> None:
+def test_leading_foreign_message_costs_nothing() -> None:
     session = Session()
     history: list[Message] = [user("example"), said("like this"), user("now")]
     for number in range(6):
@@ -164,6 +165,6 @@ def test_a_foreign_message_at_the_head_costs_nothing_behind_it() -> None:
         assert both(session, *history).parent == number
 
 
-def test_an_empty_session_has_no_trail() -> None:
+def test_empty_session_has_no_trail() -> None:
     found = attach(ask(), "", ledger=Ledger(), references=References("s", SECRET), memo=FingerprintCache())
     assert (found.parent, found.matched) == (None, 0)

@@ -43,7 +43,7 @@ def left(trajectory: Trajectory) -> list[tuple[int, str]]:
     return [(each.turn, each.reason) for each in trajectory.left_out]
 
 
-def test_everything_a_trainer_reads() -> None:
+def test_trajectory_has_every_trainer_field() -> None:
     turns = session().turns
     verdict = Verdict(reward=0.5, metrics={"passed": 3})
     result = Result(outcome=DONE, verdict=verdict, timing=Timing(run_s=9.0), metrics={"refusals": {}})
@@ -66,7 +66,8 @@ def test_everything_a_trainer_reads() -> None:
     assert violated_invariant(found) is None
 
 
-def test_a_trace_has_its_lineages_reward_and_a_turn_its_own() -> None:
+def test_trace_and_turn_rewards() -> None:
+    """A trace has its lineage's reward, and a turn its own."""
     made, history = toys.Session(), [toys.user()]
     for _ in range(2):
         _, message = made.say(toys.ask(*history), "an answer")
@@ -85,7 +86,7 @@ def test_a_trace_has_its_lineages_reward_and_a_turn_its_own() -> None:
     assert {span.reward for trace in plain.traces for span in trace.turn_spans} == {None}
 
 
-def test_every_slice_of_a_row_tells_its_turns_rewards() -> None:
+def test_slices_have_their_turns_rewards() -> None:
     turns = session(4).turns
     [whole] = assemble(WHO, task(), turns, Result(outcome=DONE)).traces
     verdict = Verdict(reward=1.0, turn_rewards={turn.index: turn.index / 4 for turn in turns})
@@ -99,7 +100,7 @@ def test_every_slice_of_a_row_tells_its_turns_rewards() -> None:
     assert all(span.reward == span.turn / 4 for trace in found.traces for span in trace.turn_spans)
 
 
-def test_the_builder_the_task_names_is_the_one() -> None:
+def test_task_chooses_the_builder() -> None:
     found = assemble(WHO, task(name="per_request"), session().turns, Result(outcome=DONE))
     assert (len(found.traces), found.reward, [trace.reward for trace in found.traces]) == (
         3,
@@ -108,7 +109,7 @@ def test_the_builder_the_task_names_is_the_one() -> None:
     )
 
 
-def test_rows_are_as_long_as_the_task_says() -> None:
+def test_task_limits_row_length() -> None:
     turns = session(4).turns
     [whole] = assemble(WHO, task(), turns, Result(outcome=DONE)).traces
     found = assemble(
@@ -132,7 +133,7 @@ def test_rows_are_as_long_as_the_task_says() -> None:
     )
 
 
-def test_what_an_engine_failed_on_is_trained_when_the_task_says_so() -> None:
+def test_task_may_train_failed_turns() -> None:
     made = session(2)
     made.say(toys.ask(toys.user("again")), "a broken answer", state="failed")
     assert left(assemble(WHO, task(), made.turns, Result(outcome=DONE))) == [(2, "failed")]
@@ -140,7 +141,9 @@ def test_what_an_engine_failed_on_is_trained_when_the_task_says_so() -> None:
     assert (found.outcome, left(found), len(found.traces)) == (DONE, [], 2)
 
 
-def test_a_row_longer_than_the_task_says_is_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_row_is_internal_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row longer than the task allows is an internal error."""
+
     def bug(turns: Any, config: Any) -> Built:
         return prefix_merging(turns, {})
 
@@ -149,12 +152,13 @@ def test_a_row_longer_than_the_task_says_is_a_bug_of_ours(monkeypatch: pytest.Mo
     assert "5 are the most, and it is not marked as over long" in (violated_invariant(found) or "")
 
 
-def test_a_session_that_never_called_its_model_is_a_trajectory_too() -> None:
+def test_session_without_calls_is_trajectory() -> None:
     found = assemble(WHO, task(), (), Result(outcome=Outcome(status="failed", exit_code=1)))
     assert (found.traces, found.turns, found.left_out, found.outcome.status) == ((), (), (), "failed")
 
 
-def test_a_broken_law_costs_the_traces_and_says_its_numbers() -> None:
+def test_broken_law_costs_the_traces() -> None:
+    """A broken law costs the traces and says its numbers."""
     first, second, third = session().turns
     broken = evolve(second, logprobs=floats([-1.0]))
     found = assemble(WHO, task(), (first, broken, third), Result(outcome=DONE, verdict=Verdict(reward=1.0)))
@@ -199,7 +203,7 @@ def foreign_half(turns: Any, config: Any) -> Built:
         ({"import_path": "test_merge_trajectory:foreign_half"}, "laws", "invariant 2: 0 of the"),
     ],
 )
-def test_a_builder_that_fails_costs_the_traces(builder: dict[str, Any], boundary: str, sentence: str) -> None:
+def test_failing_builder_costs_the_traces(builder: dict[str, Any], boundary: str, sentence: str) -> None:
     turns = session().turns
     timed_out = Outcome(status="timeout", clock="run", log_tail="last words")
     found = assemble(
@@ -215,7 +219,7 @@ def test_a_builder_that_fails_costs_the_traces(builder: dict[str, Any], boundary
     check(found.turns, Built(traces=(), left_out=found.left_out))
 
 
-def test_a_bug_in_a_builder_of_ours_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_builder_bug_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(turns: Any, config: Any) -> Built:
         raise KeyError("ours")
 
@@ -228,7 +232,7 @@ def test_a_bug_in_a_builder_of_ours_is_said_to_be_one(monkeypatch: pytest.Monkey
     ("outcome", "reason"),
     [(Outcome(status="error", boundary="node"), "node"), (Outcome(status="interrupted"), "interrupted")],
 )
-def test_the_record_alone(outcome: Outcome, reason: str) -> None:
+def test_trajectory_without_traces(outcome: Outcome, reason: str) -> None:
     turns: tuple[Turn, ...] = session(2).turns
     found = without_traces(WHO, task(), turns, Result(outcome=outcome, timing=Timing(init_s=1.0)))
     assert (found.outcome, found.traces, found.turns, found.timing.init_s) == (outcome, (), turns, 1.0)
@@ -236,7 +240,7 @@ def test_the_record_alone(outcome: Outcome, reason: str) -> None:
     check(found.turns, Built(traces=(), left_out=found.left_out))
 
 
-def test_a_side_call_that_came_before_the_conversation_is_left_out() -> None:
+def test_early_side_call_is_left_out() -> None:
     made = toys.Session()
     asks = toys.system("You are a title generator. You output ONLY a thread title.")
     made.say(toys.ask(asks, toys.user(), tools=()), "a title")

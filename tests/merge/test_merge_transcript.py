@@ -17,7 +17,8 @@ def talk(session: Session, index: int | None = None) -> Conversation | None:
     return transcript(turns, max(turns) if index is None else index)
 
 
-def test_a_line_of_turns_is_the_conversation_its_client_had() -> None:
+def test_lineage_reads_as_clients_conversation() -> None:
+    """A line of turns is the conversation that its client had."""
     session = Session()
     head = (system(), user())
     _, one = session.say(ask(*head), "looking", calls=[("bash", '{"command": "ls"}')], thinking="hm")
@@ -28,7 +29,8 @@ def test_a_line_of_turns_is_the_conversation_its_client_had() -> None:
     assert talk(session, 0) == Conversation(messages=(*head, one), tools=(BASH,))
 
 
-def test_a_turn_keeps_only_what_is_new_and_a_root_its_head() -> None:
+def test_turn_keeps_only_new_messages() -> None:
+    """A turn keeps only what is new, and a root its head."""
     session = Session()
     first, one = session.say(ask(user("one"), thinking=False), "1")
     second, _ = session.say(ask(user("one"), one, user("two"), thinking=False), "2")
@@ -46,7 +48,7 @@ def test_a_turn_keeps_only_what_is_new_and_a_root_its_head() -> None:
     )
 
 
-def test_an_answer_that_went_on_after_a_cut_is_one_message() -> None:
+def test_resumed_answer_is_one_message() -> None:
     session = Session()
     turn, cut = session.say(ask(user()), "the beg", finish="length")
     after, _rest = session.say(ask(user(), cut), "inning")
@@ -54,7 +56,7 @@ def test_an_answer_that_went_on_after_a_cut_is_one_message() -> None:
     assert talk(session) == Conversation(messages=(user(), said("the beginning")), tools=(BASH,))
 
 
-def test_an_answer_asked_for_again_stands_once() -> None:
+def test_retried_answer_stands_once() -> None:
     session = Session()
     first = session.begin(ask(user()), request_key="k")
     session.end(first, session.answer(first.plan, "the beg", finish="abort"), state="partial")
@@ -73,14 +75,14 @@ def test_an_answer_asked_for_again_stands_once() -> None:
     assert talk(session) == Conversation(messages=(user(), said("the beginning")), tools=(BASH,))
 
 
-def test_an_unfinished_turn_says_what_it_heard_and_no_answer() -> None:
+def test_unfinished_turn_has_no_answer() -> None:
     session = Session()
     pending = session.begin(ask(user()))
     session.end(pending, None, state="failed")
     assert talk(session) == Conversation(messages=(user(),), tools=(BASH,))
 
 
-def test_our_references_are_no_words() -> None:
+def test_references_are_no_words() -> None:
     session = Session()
     echoed = Message(role="assistant", text="elsewhere", refs=("0000000123456789",))
     turn, _ = session.say(ask(user(), echoed, user("go on")), "ok")
@@ -88,7 +90,7 @@ def test_our_references_are_no_words() -> None:
     assert turn.new_messages.messages[1] == said("elsewhere")
 
 
-def test_a_line_with_a_gap_is_no_conversation() -> None:
+def test_lineage_with_gap_has_no_transcript() -> None:
     session = Session()
     _, one = session.say(ask(user()), "1")
     session.say(ask(user(), one, user("two")), "2")
@@ -97,7 +99,7 @@ def test_a_line_with_a_gap_is_no_conversation() -> None:
     assert transcript({**known, 0: evolve(known[0], new_messages=None)}, 1) is None
 
 
-def test_words_survive_the_journal_as_they_were() -> None:
+def test_words_survive_the_journal() -> None:
     session = Session()
     first, _ = session.say(ask(user()), "ok", calls=[("bash", "{}")], thinking="t")
     odd = Message(
@@ -110,7 +112,7 @@ def test_words_survive_the_journal_as_they_were() -> None:
     assert codec.unpack_turn(codec.pack_turn(turn)) == turn
 
 
-def test_words_survive_a_full_row() -> None:
+def test_words_survive_full_row() -> None:
     session = Session()
     turn, _ = session.say(ask(system(), user(), thinking=True), "ok")
     for heard in (turn.new_messages, None):
@@ -121,7 +123,7 @@ def test_words_survive_a_full_row() -> None:
         assert codec.structure({**read, "session_id": "s"}, Turn, converter=READER).new_messages == heard
 
 
-def test_what_words_cost_beside_tokens() -> None:
+def test_words_cost_beside_tokens() -> None:
     """Each message once: a session of n turns keeps n deltas, not n histories."""
     session = Session()
     history = [user("w " * 400)]
@@ -138,7 +140,7 @@ def bare(turn: Turn) -> Turn:
     return evolve(turn, new_messages=None)
 
 
-def test_stop_string_is_in_the_words() -> None:
+def test_stop_string_stays_in_words() -> None:
     """The model wrote it, and reads it in the next prompt, whether or not the echo has it."""
     for ends in ("", "END"):
         session = Session()

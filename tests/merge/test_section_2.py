@@ -62,7 +62,7 @@ USER: Any = {"role": "user", "content": "go"}
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_row_of_the_table_has_a_test_of_its_name(row: str) -> None:
+def test_every_table_row_has_test(row: str) -> None:
     assert any(name.startswith(f"test_{row}") for name in globals())
 
 
@@ -258,7 +258,7 @@ async def test_whitespace_nothing_and_parts(content: Any) -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, "", []])
-async def test_whitespace_nothing_and_parts_beside_a_call(nothing: Any) -> None:
+async def test_whitespace_and_nothing_beside_call(nothing: Any) -> None:
     here = agent(LOOK, "Done.")
     one = await here.chat(USER)
     await here.chat(USER, one | {"content": nothing}, result(one["tool_calls"][0]))
@@ -292,7 +292,7 @@ async def test_harness_repairs_a_call() -> None:
     assert "names of calls, arguments" in here.turns[1].notes[0]
 
 
-async def test_harness_repairs_a_call_but_a_forged_id_proves_nothing() -> None:
+async def test_forged_id_repairs_no_call() -> None:
     here = agent("Looking.|" + LOOK, "Done.")
     one = await here.chat(USER)
     name = one["tool_calls"][0]["id"]
@@ -325,7 +325,7 @@ async def test_rewrite_microcompaction_and_compaction() -> None:
     here.check(rows=2)
 
 
-async def test_rewrite_microcompaction_and_compaction_of_old_results() -> None:
+async def test_microcompaction_of_old_results() -> None:
     """Claude Code clears old tool results: the turns before them keep their tokens, those behind are rendered
     again.
     """
@@ -344,7 +344,7 @@ async def test_rewrite_microcompaction_and_compaction_of_old_results() -> None:
     here.check(rows=3)
 
 
-async def test_rewrite_microcompaction_and_compaction_keeping_a_tail() -> None:
+async def test_compaction_that_keeps_a_tail() -> None:
     """A summary stands for the beginning, the last exchange stays: a root of its own, and both rows are
     trained.
     """
@@ -489,7 +489,8 @@ async def test_length_cut(sampled: str, closes: int) -> None:
     assert list(trace.loss_mask[end : end + closes]) == [0] * closes
 
 
-async def test_length_cut_and_nothing_new_goes_on_where_it_was() -> None:
+async def test_length_cut_resumes_without_news() -> None:
+    """An answer that was cut resumes where it ended, if the request adds nothing."""
     here = agent("One two three four five six.", "Two.")
     one = await here.chat(USER, max_tokens=4)
     await here.chat(USER, one)
@@ -597,7 +598,7 @@ async def test_ids_are_written_otherwise(spell: Callable[[str], str]) -> None:
     here.kept(1, 0)
 
 
-async def test_volatile_messages_are_taken_out_again() -> None:
+async def test_volatile_messages_are_dropped_again() -> None:
     """OpenClaw ends each request with what holds at that moment, and takes it out of the next."""
     here = agent(LOOK, "Two.", "Three.")
 
@@ -616,7 +617,7 @@ async def test_volatile_messages_are_taken_out_again() -> None:
     here.kept(2, 1)
 
 
-async def test_parallel_calls_come_back_in_messages_of_their_own() -> None:
+async def test_parallel_calls_in_separate_messages() -> None:
     here = agent(f"{LOOK}|\n|{LOOK}", "Two.")
     one = await here.chat(USER)
     first, second = one["tool_calls"]
@@ -699,7 +700,7 @@ async def item_twin(here: Agent, at: int) -> list[Any]:
         (item_twin, THOUGHT + "One."),
     ],
 )
-async def test_a_signed_reference_tells_twins_apart(
+async def test_signed_reference_tells_twins_apart(
     twin: Callable[[Agent, int], Any], sampled: str, at: int
 ) -> None:
     here = agent(sampled, sampled, "Two.")
@@ -710,7 +711,7 @@ async def test_a_signed_reference_tells_twins_apart(
     assert "ambiguous" not in said_of(here.turns[2])
 
 
-async def test_twins_without_a_reference_are_told_of() -> None:
+async def test_twins_without_reference_are_noted() -> None:
     here = agent("One.", "One.", "Two.")
     one = await here.chat(USER)
     await here.chat(USER)
@@ -719,7 +720,8 @@ async def test_twins_without_a_reference_are_told_of() -> None:
 
 
 @pytest.mark.parametrize("session", ["s2", "s1"])
-def test_a_reference_of_another_session_or_secret_proves_nothing(session: str) -> None:
+def test_foreign_reference_proves_nothing(session: str) -> None:
+    """A reference of another session or secret proves nothing."""
     here = agent("One.")
     other = Lineages(session_id=session, secret=b"another")
     for field in (other.references.call_id(0, 0), other.references.signature(0), "call_" + "0" * 18, ""):

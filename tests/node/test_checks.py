@@ -23,7 +23,7 @@ from polarnode.node.config import TINY_MODEL, NodeConfig, TeacherConfig
 CPU = NodeConfig(cpu=True)
 
 
-def test_the_recipes_are_named_with_the_harnesses_they_carry(tmp_path: Path) -> None:
+def test_recipes_are_named_with_harnesses(tmp_path: Path) -> None:
     finding = checks.check_recipes(CPU)
     assert finding.ok
     assert "pi (for pi)" in finding.what
@@ -33,9 +33,7 @@ def test_the_recipes_are_named_with_the_harnesses_they_carry(tmp_path: Path) -> 
     assert "POLARNODE_RUNTIMES_DIR" in missing.remedy
 
 
-def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpu_matters_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checks.check_gpus(CPU, {}) == MachineFinding(name="gpus", ok=True, what="none: use --cpu")
     assert not checks.check_gpus(NodeConfig(gpus=(0,)), {}).ok
@@ -50,7 +48,7 @@ def test_no_gpu_is_a_fault_only_where_one_is_asked_for(
     )
 
 
-def test_a_driver_that_hangs_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_driver_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia_smi(tmp_path, "read -r never < /dev/zero")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(checks, "NVIDIA_SMI_S", 0.2)
@@ -63,7 +61,7 @@ def nvidia_smi(folder: Path, script: str) -> None:
     program.chmod(0o755)
 
 
-def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_or_incomplete_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"sglang", "sgl_kernel"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in there else None)
     monkeypatch.setattr(checks.importlib.metadata, "version", lambda name: "0.5.23")
@@ -83,7 +81,8 @@ def test_an_engine_that_is_not_there_or_not_whole(monkeypatch: pytest.MonkeyPatc
     assert f"pip install --no-deps {pinned}" in missing, "the slim engine has the version of the extra `gpu`"
 
 
-def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_would(tmp_path: Path) -> None:
+def test_capture_address_checked_like_agents(tmp_path: Path) -> None:
+    """The address and the certificate of captures are checked as agents would."""
     authority = CertificateAuthority(tmp_path)
 
     def looked(*names: str, days: float, **settings: Any) -> list[tuple[bool, str, str]]:
@@ -108,7 +107,7 @@ def test_the_address_and_the_certificate_of_captures_are_looked_at_as_agents_wou
     assert list(checks.check_captures(NodeConfig())) == []
 
 
-def test_the_control_planes_certificate_is_looked_at_as_clients_would(tmp_path: Path) -> None:
+def test_control_plane_certificate_is_checked(tmp_path: Path) -> None:
     assert list(checks.check_control_plane(NodeConfig())) == []
     chain, key = CertificateAuthority(tmp_path).issue("10.0.0.2", days=40.5)
     config = NodeConfig(host="10.0.0.2", tls_cert=chain, tls_key=key)
@@ -158,7 +157,7 @@ def checkpoint(tmp_path: Path) -> Path:
         ({"host_cache_gb": 4}, "host_cache_gb takes what the KV cache of a GPU evicts"),
     ],
 )
-def test_settings_that_the_model_does_not_fit_are_a_fault(
+def test_settings_beyond_model_are_fault(
     changes: dict[str, Any], expected: str | None, checkpoint: Path
 ) -> None:
     found = list(checks.check_checkpoint(evolve(CPU, model=str(checkpoint), **changes)))
@@ -170,14 +169,13 @@ def test_settings_that_the_model_does_not_fit_are_a_fault(
     assert fault.what.startswith(expected)
 
 
-def test_a_longer_context_than_the_checkpoints_is_sglangs_own_switch(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longer_context_needs_sglang_switch(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context longer than the checkpoint's is SGLang's own switch."""
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
     assert list(checks.check_checkpoint(evolve(CPU, model=str(checkpoint), context_length=9000))) == []
 
 
-def test_the_name_of_a_model_on_a_hub_is_answered_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+def test_hub_model_name_suggests_download(tmp_path: Path) -> None:
     (hub,) = checks.check_checkpoint(evolve(CPU, model="Qwen/Qwen3-8B"))
     assert hub.what == "--model Qwen/Qwen3-8B: a folder is needed, for models are not fetched from a hub"
     assert hub.remedy == (
@@ -189,9 +187,7 @@ def test_the_name_of_a_model_on_a_hub_is_answered_with_the_command_that_fetches_
     assert other.what.endswith("there is no config.json")
 
 
-def test_the_gpus_that_a_process_may_use_are_counted_as_cuda_counts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_visible_gpus_counted_like_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
@@ -205,9 +201,7 @@ def test_the_gpus_that_a_process_may_use_are_counted_as_cuda_counts_them(
     )
 
 
-def test_a_start_on_a_machine_without_gpus_says_all_that_doctor_knows_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_without_gpus_lists_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "DEVICES", tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     state, begun = tmp_path / "state", time.monotonic()
@@ -222,7 +216,7 @@ def test_a_start_on_a_machine_without_gpus_says_all_that_doctor_knows_at_once(
     assert not (state / "journal.sqlite").exists()
 
 
-def test_who_is_not_root_learns_it_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unprivileged_user_is_told_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert any(
         line.startswith("rights: not root, and without a user namespace to be root of: an administrator")
@@ -233,7 +227,7 @@ def test_who_is_not_root_learns_it_before_anything_starts(monkeypatch: pytest.Mo
 
 
 @pytest.mark.podman
-def test_a_fixed_port_of_captures_that_is_taken_is_said_before_anything_starts() -> None:
+def test_taken_capture_port_is_told_early() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"capture_port {port} is not available"):
@@ -241,7 +235,7 @@ def test_a_fixed_port_of_captures_that_is_taken_is_said_before_anything_starts()
     checks.refuse_unfit(NodeConfig(engine="simulated", capture_port=port))
 
 
-def test_nothing_is_wrong_with_the_embedded_model() -> None:
+def test_embedded_model_has_no_fault() -> None:
     assert list(checks.check_checkpoint(CPU)) == []
     assert list(checks.check_checkpoint(evolve(CPU, context_length=65536))) == []
     assert list(checks.check_checkpoint(NodeConfig(engine="http://127.0.0.1:1", model=str(TINY_MODEL)))) == []

@@ -20,7 +20,7 @@ from polarnode.node.config_sources import (
 )
 
 
-def test_a_setting_is_named_as_it_was_written() -> None:
+def test_setting_is_named_as_written() -> None:
     wrong = {"run_limit": 0}
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"flags": wrong}, "--run-limit"),
@@ -67,7 +67,7 @@ def test_settings_that_belong_together_are_named_alike(given: dict[str, Any], ex
         read_config(**given)
 
 
-def test_a_later_error_names_settings_as_they_were_written() -> None:
+def test_later_error_names_written_setting() -> None:
     names = names_as_written(toml="lora_rank = 8", flags={"tls_cert": "a.pem", "adapters": {"a": "b"}})
     cases = (
         ("control plane: tls_cert a.pem cannot be read", "control plane: --tls-cert a.pem cannot be read"),
@@ -79,7 +79,7 @@ def test_a_later_error_names_settings_as_they_were_written() -> None:
         assert as_written(sentence, names) == expected
 
 
-def test_the_names_of_flags_are_those_of_the_command() -> None:
+def test_flag_names_match_the_command() -> None:
     flags = {
         parameter.name: parameter.opts[0]
         for parameter in command.params
@@ -88,7 +88,7 @@ def test_the_names_of_flags_are_those_of_the_command() -> None:
     assert flags == FLAG_BY_SETTING
 
 
-def test_a_variable_that_nobody_reads_is_named() -> None:
+def test_unknown_variable_is_named() -> None:
     judge = JudgeConfig(base_url="http://127.0.0.1:1/v1", model="m", key_env="POLARNODE_JUDGE_KEY")
     config = NodeConfig(judges={"j": judge})
     found = unknown_variables(
@@ -110,12 +110,12 @@ def test_a_variable_that_nobody_reads_is_named() -> None:
     ]
 
 
-def test_defaults_are_a_node_on_loopback_with_the_embedded_model() -> None:
+def test_defaults_are_loopback_and_embedded_model() -> None:
     config = read_config()
     assert (config.host, config.port, config.model) == ("127.0.0.1", 8080, str(TINY_MODEL))
 
 
-def test_flags_win_over_environment_over_file() -> None:
+def test_flags_beat_environment_beats_file() -> None:
     environment = {"POLARNODE_PORT": "9002", "POLARNODE_NODE_ID": "b", "UNRELATED": "x"}
     config = read_config(
         toml='port = 9001\nnode_id = "a"\nrun_limit = 3',
@@ -125,7 +125,7 @@ def test_flags_win_over_environment_over_file() -> None:
     assert (config.port, config.node_id, config.run_limit, config.tp) == (9003, "b", 3, 1)
 
 
-def test_environment_values_are_read_as_toml() -> None:
+def test_environment_values_are_toml() -> None:
     config = read_config(environment={"POLARNODE_GPUS": "[0, 1]", "POLARNODE_TOKEN": "[not toml"})
     assert (config.gpus, config.token) == ((0, 1), "[not toml")
 
@@ -136,7 +136,7 @@ def test_gpus_are_numbers_and_ranges(text: str, gpus: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-1", "0,0", "1-", "-1", "0;1"])
-def test_gpus_that_can_not_be_are_refused(text: str) -> None:
+def test_invalid_gpus_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--gpus"):
         parse_gpus(text)
 
@@ -166,32 +166,33 @@ def test_gpus_that_can_not_be_are_refused(text: str) -> None:
         ({"port": "eighty"}, "port"),
     ],
 )
-def test_a_setting_that_can_not_work_is_named(said: dict[str, object], sentence: str) -> None:
+def test_impossible_setting_is_named(said: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_config(flags=said)  # type: ignore[arg-type]
 
 
-def test_a_public_address_is_served_with_a_token() -> None:
+def test_public_address_with_token() -> None:
     assert read_config(flags={"host": "0.0.0.0", "token": "t"}).host == "0.0.0.0"
 
 
-def test_a_config_does_not_show_its_token() -> None:
+def test_config_hides_its_token() -> None:
     assert "hunter2" not in repr(read_config(flags={"token": "hunter2"}))
 
 
-def test_a_broken_file_says_so() -> None:
+def test_broken_file_is_reported() -> None:
     with pytest.raises(ConfigError, match="not TOML"):
         read_config(toml="port = = 1")
     with pytest.raises(ConfigError, match="POLARNODE_PORT"):
         read_config(environment={"POLARNODE_PORT": "nine"})
 
 
-def test_the_embedded_model_is_package_data() -> None:
+def test_embedded_model_is_package_data() -> None:
     assert (TINY_MODEL / "config.json").is_file()
     assert isinstance(read_config(flags={"model": "/models/x"}), NodeConfig)
 
 
-def test_labels_are_short_texts_and_the_names_of_every_node_stay_its_own() -> None:
+def test_labels_are_checked_and_names_reserved() -> None:
+    """Labels are short texts, and the names of every node's own labels are reserved."""
     assert read_config(toml='labels = {gpu = "h100", "site/row" = "a 1"}').labels == {
         "gpu": "h100",
         "site/row": "a 1",

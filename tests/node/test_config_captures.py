@@ -28,7 +28,7 @@ URL = {"capture_url": "https://node.example:8443/captures"}
         ({"capture_url": "https://user:pw@node.example"}, "without a name or password"),
     ],
 )
-def test_what_would_give_keys_away_is_refused_with_its_remedy(settings: Any, words: str) -> None:
+def test_key_exposing_settings_are_refused(settings: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_config(flags=settings)
 
@@ -45,5 +45,5 @@ def test_what_would_give_keys_away_is_refused_with_its_remedy(settings: Any, wor
         ({"capture_listen": "::", **TLS, **URL}, True),
     ],
 )
-def test_captures_are_public_where_another_machine_reaches_them(settings: Any, public: bool) -> None:
+def test_captures_reachable_elsewhere_are_public(settings: Any, public: bool) -> None:
     assert read_config(flags=settings).captures_public is public

@@ -39,7 +39,7 @@ def test_settings_that_cannot_work_are_refused(teacher: str, words: str) -> None
     assert words in str(caught.value)
 
 
-def test_settings_that_can_work_are_taken() -> None:
+def test_valid_teacher_settings_are_accepted() -> None:
     shared = "mem_fraction = 0.4\n"
     found = read_config(
         toml=f"gpus = [0]\n{shared}[teachers.big]\n{FOLDER}gpus = [0]\n{shared}"
@@ -52,7 +52,7 @@ def test_settings_that_can_work_are_taken() -> None:
             read_config(toml=f'gpus = [0]\n[teachers."{name}"]\n{FOLDER}gpus = [1]')
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_teacher_with_other_vocabulary_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(TINY_MODEL, other)
     spelled = json.loads((other / "tokenizer.json").read_text())
@@ -75,7 +75,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert vocabulary_difference(load_tokenizer(TINY_MODEL), model.tokenizer) is None
 
 
-def test_each_server_is_sent_its_own_key_alone(tmp_path: Path) -> None:
+def test_each_server_gets_own_key(tmp_path: Path) -> None:
     from polarnode.engine.settings import host_environment
 
     config = read_config(

@@ -20,7 +20,7 @@ from polarnode.node.config_sources import read_config
 from polarnode.node.node import control_certificate
 
 
-def test_the_settings_belong_together_and_come_from_everywhere() -> None:
+def test_tls_settings_belong_together() -> None:
     with pytest.raises(ConfigError, match="--tls-cert and --tls-key belong together: give both, or neither"):
         read_config(flags={"tls_cert": "a.crt"})
     found = read_config(toml='tls_cert = "a.crt"', environment={"POLARNODE_TLS_KEY": "a.key"})
@@ -30,9 +30,7 @@ def test_the_settings_belong_together_and_come_from_everywhere() -> None:
     assert control_certificate(NodeConfig()) is None
 
 
-async def test_the_others_ask_a_node_whose_certificate_is_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_nodes_follow_renewed_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CERTIFICATE_CHECK_S", 0.05)
     with running_cluster() as cluster, trio.fail_after(60):
         dsn, authority, stack = cluster.database(), CertificateAuthority(tmp_path), AsyncExitStack()
@@ -73,7 +71,7 @@ async def test_the_others_ask_a_node_whose_certificate_is_renewed(
             assert "b/engine-0" in [each.name for each in await client.node_logs()]
 
 
-async def test_a_node_with_a_certificate_serves_over_tls_alone(tmp_path: Path) -> None:
+async def test_node_with_certificate_serves_only_tls(tmp_path: Path) -> None:
     chain, key = CertificateAuthority(tmp_path).issue("elsewhere.invalid")
     config = NodeConfig(
         engine="simulated",

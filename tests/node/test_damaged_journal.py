@@ -27,7 +27,7 @@ def config_at(folder: Path) -> NodeConfig:
     return NodeConfig(engine="simulated", port=0, state_dir=str(folder / "state"))
 
 
-async def test_lost_entry_ends_what_runs(tmp_path: Path) -> None:
+async def test_lost_entry_ends_running_sessions(tmp_path: Path) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
         opened = await node.captures.begin(CaptureSpec(task_id="before"))
         node.journal.write(JournalEntry(1, corrupt))
@@ -47,14 +47,14 @@ async def test_lost_entry_ends_what_runs(tmp_path: Path) -> None:
         assert "no new work is taken" in (node.journal.statistics().warning or "")
 
 
-async def test_capture_that_is_lost_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_capture_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
         monkeypatch.setattr("polarnode.journal.journal.session_entry", lambda *_: JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged):
             await node.captures.begin(CaptureSpec(task_id="t"))
 
 
-async def test_damaged_start_reads_and_takes_nothing(tmp_path: Path) -> None:
+async def test_damaged_start_reads_but_refuses(tmp_path: Path) -> None:
     config = config_at(tmp_path)
     async with open_hollow(config) as (node, _):
         ended = [await node.captures.begin(CaptureSpec(task_id=f"t{number}")) for number in range(3)]

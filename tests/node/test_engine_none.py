@@ -35,7 +35,7 @@ def config(folder: Path, name: str, **more: Any) -> NodeConfig:
     )
 
 
-async def test_tasks_pass_through_a_node_without_engines(tmp_path: Path) -> None:
+async def test_tasks_pass_through_engineless_node(tmp_path: Path) -> None:
     with running_cluster() as cluster, trio.fail_after(120):
         dsn = cluster.database()
         address = config(tmp_path, "address", engine="none", log=dsn)
@@ -59,7 +59,7 @@ async def test_tasks_pass_through_a_node_without_engines(tmp_path: Path) -> None
                     break
 
 
-async def test_a_node_begins_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_starts_with_generation_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it settles what its last run left: sessions that go on would be sampled."""
     held: list[str | None] = []
 
@@ -78,7 +78,7 @@ async def test_a_node_begins_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert held == [None, "retract"]
 
 
-def test_what_it_lacks_is_refused() -> None:
+def test_incomplete_settings_are_refused() -> None:
     for environment, words in (
         ({"POLARNODE_ENGINE": "none"}, "give POLARNODE_LOG"),
         ({"POLARNODE_ENGINE": "none", "POLARNODE_LOG": "x", "POLARNODE_CPU": "true"}, "takes no"),

@@ -5,7 +5,7 @@ import subprocess
 from polarnode.node.opening import without_vfork
 
 
-def test_programs_are_forked_while_a_node_runs_and_as_ever_after_it() -> None:
+def test_node_forks_programs_while_running() -> None:
     usual = vars(subprocess)["_USE_VFORK"]
     with without_vfork():
         assert vars(subprocess)["_USE_VFORK"] is False

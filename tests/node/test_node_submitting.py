@@ -24,7 +24,7 @@ from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
 
 
-async def test_a_key_stands_for_one_task_id(tmp_path: Path) -> None:
+async def test_key_stands_for_one_task_id(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         spec = make_spec(task_id="first")
         submit_task(journal, spec, task_id="first", session_ids=("a",), idempotency_key="key")
@@ -53,7 +53,8 @@ class NoImages:
         await trio.lowlevel.checkpoint()
 
 
-async def test_a_task_without_an_image_is_refused_and_one_that_was_taken_is_not(tmp_path: Path) -> None:
+async def test_only_new_tasks_need_image(tmp_path: Path) -> None:
+    """A task without an image is refused, and one that was taken before is not."""
     config = NodeConfig(engine="simulated", port=0, state_dir=str(tmp_path / "state"))
     there, lost = (RuntimeSpec(image=name) for name in ("localhost/mine:1", NO_IMAGE))
     async with open_hollow(config) as (node, _):
@@ -80,7 +81,7 @@ def gone(_: object) -> NoReturn:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-async def test_readiness_asks_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_readiness_depends_on_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe that says ready where every task is refused sends them all to a full disk."""
     config = NodeConfig(engine="simulated", port=0, state_dir=str(tmp_path / "state"))
     async with open_hollow(config) as (node, address):

@@ -24,7 +24,7 @@ async def ends(lifeline: Path, orphan_s: float, within_s: float) -> bool:
     return not patience.cancelled_caught
 
 
-async def test_held_node_lives(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_node_with_held_lock_lives(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     path = tmp_path / "m.lock"
     assert await ends(path, 300.0, 302.0), "nobody ever held it"
     held = take_lock(path)
@@ -53,7 +53,7 @@ async def test_orphan_time_begins_at_release(tmp_path: Path, autojump_clock: tri
         assert 1099 <= trio.current_time() - began <= 1102
 
 
-def test_a_lifeline_is_a_setting() -> None:
+def test_lifeline_is_a_setting() -> None:
     found = read_config(environment={"POLARNODE_LIFELINE": "/x/m.lock", "POLARNODE_ORPHAN_S": "7"})
     assert (found.lifeline, found.orphan_s) == ("/x/m.lock", 7.0)
     for bad in ("0", "inf"):
@@ -61,7 +61,7 @@ def test_a_lifeline_is_a_setting() -> None:
             read_config(environment={"POLARNODE_ORPHAN_S": bad})
 
 
-async def test_an_orphan_stops_as_at_a_signal(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_orphan_stops_like_on_signal(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     config = read_config(flags={"lifeline": str(tmp_path / "m.lock"), "orphan_s": 7.0})
     node = SimpleNamespace(config=config)
     stopped: list[float] = []
@@ -100,5 +100,5 @@ class _Log:
         (_Log(away=True), 0, True),
     ],
 )
-async def test_node_is_needed_while_there_is_work(log: Any, live: int, needed: bool) -> None:
+async def test_node_is_needed_during_work(log: Any, live: int, needed: bool) -> None:
     assert await has_work(log, live, orphan_s=10.0, now=100.0) is needed

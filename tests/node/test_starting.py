@@ -46,7 +46,7 @@ async def test_probes_of_a_starting_node() -> None:
         assert (status, body) == (503, {"error": {"type": "starting", "message": REASON}})
 
 
-async def test_clients_take_it_for_absent() -> None:
+async def test_clients_see_starting_node_as_absent() -> None:
     """A starting node is not there yet, for whoever only waits for an absent one."""
     async with starting() as (_, url):
         blocking = PolarnodeClient(url, patience_s=0.0)
@@ -89,7 +89,7 @@ async def test_submit_waits_for_the_node() -> None:
         assert found[0].task_id == "t"
 
 
-async def test_the_command_waits_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_command_waits_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     from polarnode.cli.remote import RemoteNode
 
     app = QuartTrio("node")

@@ -51,7 +51,8 @@ def slot(task: str = "a", place: int = 0, sample: int = 0) -> Slot:
     )
 
 
-def test_every_sample_of_a_task_is_a_task_of_its_own_and_all_are_one_group() -> None:
+def test_every_sample_is_grouped_task() -> None:
+    """Every sample of a task is a task of its own, and all are one group."""
     slots = list(list_slots([("x", make_spec(num_samples=2)), ("y", make_spec(task_id="own", group_id="g"))]))
     orders = [each.order(0) for each in slots]
     assert [order.task_id for order in orders] == ["000000-x.0", "000000-x.1", "000001-own.0"]
@@ -66,7 +67,7 @@ def test_any_name_of_a_source_becomes_a_name_a_task_may_have(name: str, sample: 
     read_task(read_json(dump_json(task_json(slot(name, sample=sample).order(attempt)))))
 
 
-def test_two_names_that_look_alike_stay_two() -> None:
+def test_similar_names_stay_distinct() -> None:
     assert slot("a/b").named(0) != slot("a:b").named(0)
 
 
@@ -91,7 +92,7 @@ def ended(status: Any = "completed", *, empty: bool = False) -> Attempt:
         ([ended(empty=True), ended()], 1, True),
     ],
 )
-def test_what_is_still_to_run(attempts: list[Attempt], retries: int, done: bool) -> None:
+def test_attempts_decide_what_remains(attempts: list[Attempt], retries: int, done: bool) -> None:
     assert finished(attempts, retry_empty=retries) is done
     assert next_attempt(attempts) == len(attempts)
 
@@ -99,7 +100,8 @@ def test_what_is_still_to_run(attempts: list[Attempt], retries: int, done: bool)
 # ── the folder ────────────────────────────────────────────────────────────────
 
 
-def test_a_folder_is_gone_on_with_as_it_was_begun() -> None:
+def test_resumed_folder_needs_same_manifest() -> None:
+    """A folder resumes only with the manifest that it began with."""
     tasks = [("x", make_spec()), ("y", make_spec(num_samples=3))]
     begun = make_manifest(tasks, source="tasks", model="tiny", engine="sglang")
     assert (begun.tasks, begun.slots, begun.harness) == (2, 4, "pi")
@@ -122,7 +124,8 @@ def test_a_folder_is_gone_on_with_as_it_was_begun() -> None:
 # ── splits ────────────────────────────────────────────────────────────────────
 
 
-def test_a_share_of_the_repositories_is_held_out_whole() -> None:
+def test_held_out_repositories_stay_whole() -> None:
+    """A share of the repositories is held out whole."""
     repos = [{"repo": f"r{number}"} for number in range(7)] * 3
     split = make_split(repos, by="repo", share=0.1)
     assert len(split.values) == 1
@@ -151,7 +154,7 @@ def trajectory_of(session: Session) -> Trajectory:
     )
 
 
-def test_a_line_says_what_was_said() -> None:
+def test_line_holds_the_conversation() -> None:
     session = Session()
     head = (system(), user())
     _, one = session.say(ask(*head), "looking", calls=[("bash", '{"command": "ls"}')], thinking="hm")
@@ -190,14 +193,16 @@ def test_a_line_says_what_was_said() -> None:
     json.dumps(body)
 
 
-def test_history_that_was_rendered_is_not_said_to_be_sampled() -> None:
+def test_rendered_history_is_not_sampled() -> None:
+    """History that was rendered is not said to be sampled."""
     session = Session()
     session.say(ask(user("one"), said("not ours"), user("two")), "ours")
     (line,), _ = sft_lines(trajectory_of(session))
     assert line.body["sampled"] == [3]
 
 
-def test_a_main_lineage_has_one_line_and_a_sub_agent_none() -> None:
+def test_only_main_lineage_has_line() -> None:
+    """A main lineage has one line, and a sub-agent none."""
     session = Session()
     _, one = session.say(ask(user("one")), "1")
     session.say(ask(user("other"), tools=()), "sub", hints={"kind": "subagent", "agent": "x"})
@@ -206,7 +211,7 @@ def test_a_main_lineage_has_one_line_and_a_sub_agent_none() -> None:
     assert [len(line.body["messages"]) for line in lines] == [4]  # type: ignore[arg-type]
 
 
-def test_arguments_that_are_no_object_stay_text() -> None:
+def test_non_object_arguments_stay_text() -> None:
     shown: Any = list(
         messages_json(
             [
@@ -226,7 +231,8 @@ def call(name: str, arguments: str) -> Any:
     return ToolCall(id="c", name=name, arguments=arguments)
 
 
-def test_a_session_without_words_has_a_reason_and_no_line() -> None:
+def test_wordless_session_has_reason_only() -> None:
+    """A session without words has a reason and no line."""
     session = Session()
     session.say(ask(user()), "1")
     old = evolve(
@@ -275,7 +281,7 @@ def test_what_is_read_back_is_what_was_trained_on(trajectory: Trajectory) -> Non
         assert json.loads(row["metadata"]) == dict(trajectory.metadata)
 
 
-def test_rows_that_are_read_back_keep_the_laws() -> None:
+def test_read_rows_keep_the_invariants() -> None:
     session = Session()
     _, one = session.say(ask(user("one")), "a b c", calls=[("bash", "{}")])
     session.say(ask(user("one"), one, told(one.calls[0], "r")), "d")
@@ -301,14 +307,14 @@ def test_rows_that_are_read_back_keep_the_laws() -> None:
     assert counted.trainable == sum(len(turn.sampled) for turn in session.turns)
 
 
-def test_no_rows_are_a_table_too() -> None:
+def test_empty_rows_make_a_table() -> None:
     assert table([]).num_rows == 0
 
 
 # ── words against tokens ──────────────────────────────────────────────────────
 
 
-def test_words_are_compared_with_the_tokens_that_were_trained() -> None:
+def test_words_compare_with_trained_tokens() -> None:
     assert compared([1, 2, 3], [1, 2, 3]).found == "equal"
     assert compared([1, 2, 3], [1, 2, 3, 4]).found == "equal"  # a line feed behind the turn's end
     assert compared([1, 2, 3], [1, 9, 3]) == evolve(
@@ -321,7 +327,8 @@ def test_words_are_compared_with_the_tokens_that_were_trained() -> None:
 # ── the page ──────────────────────────────────────────────────────────────────
 
 
-def test_the_page_tells_every_column_reason_and_field() -> None:
+def test_page_documents_every_column() -> None:
+    """The page names every column, reason and field."""
     page = (Path(__file__).parents[2] / "docs" / "offline-data.md").read_text()
     session = Session()
     session.say(ask(user()), "1")

@@ -49,7 +49,7 @@ def verdict(text: str, **more: Any) -> tuple[str, str]:
         "-reward < 0",
     ],
 )
-def test_what_holds_is_accepted(text: str) -> None:
+def test_true_expression_is_accepted(text: str) -> None:
     assert verdict(text, metadata={"repo": "a/b"}) == ("accepted", "")
 
 
@@ -74,7 +74,7 @@ def test_what_holds_is_accepted(text: str) -> None:
         ("1" + " " * LONGEST, "characters"),
     ],
 )
-def test_what_can_not_be_read_is_refused_in_one_sentence(text: str, said: str) -> None:
+def test_unreadable_expression_is_refused(text: str, said: str) -> None:
     with pytest.raises(Refused) as refused:
         parse_acceptance(text)
     assert said in str(refused.value)
@@ -93,13 +93,13 @@ def test_what_can_not_be_read_is_refused_in_one_sentence(text: str, said: str) -
         "reward",
     ],
 )
-def test_what_is_said_of_a_missing_value_accepts_nothing(text: str) -> None:
+def test_missing_value_accepts_nothing(text: str) -> None:
     reason, because = verdict(text, reward=None)
     assert reason in ("reward", "expression")
     assert "missing" in because
 
 
-def test_the_other_side_may_decide() -> None:
+def test_other_operand_may_decide() -> None:
     assert verdict("reward >= 1 or turns == 1", reward=None)[0] == "accepted"
     assert verdict("turns == 1 or reward >= 1", reward=None)[0] == "accepted"
     assert verdict("reward >= 1 and turns == 2", reward=None) == (
@@ -118,11 +118,11 @@ def test_the_other_side_may_decide() -> None:
         "metadata < 1",
     ],
 )
-def test_what_can_not_be_reckoned_is_no_error(text: str) -> None:
+def test_uncomputable_expression_is_no_error(text: str) -> None:
     assert verdict(text)[0] in ("reward", "expression")
 
 
-def test_one_reason_a_session() -> None:
+def test_each_session_has_one_reason() -> None:
     assert verdict("reward >= 1", reward=0.0) == ("reward", "reward >= 1 does not hold (reward is 0.0)")
     assert verdict("reward >= 1 and turns > 9") == ("expression", "turns > 9 does not hold")
     assert verdict(
@@ -145,7 +145,7 @@ def test_one_reason_a_session() -> None:
     assert verdict("turns >= 0", traces=())[0] == "no trace"
 
 
-def test_a_session_that_said_nothing_is_empty() -> None:
+def test_wordless_session_is_empty() -> None:
     session = make_trajectory("s", turns=2)
     silent = tuple(
         evolve(turn, answer=evolve(turn.answer, parts=()))
@@ -188,14 +188,14 @@ def test_unknown_is_contagious_only_as_far_as_it_must(text: str) -> None:
     assert found is not None
 
 
-def test_every_column_is_there_and_told() -> None:
+def test_every_column_is_documented() -> None:
     assert list(facts_of(make_trajectory("s"))) == list(COLUMNS)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────
 
 
-def test_a_table_adds_up() -> None:
+def test_table_sums_its_groups() -> None:
     tally, acceptance = GenerationTable(by="repo"), parse_acceptance("reward >= 1")
     for number in range(12):
         repo = {"repo": ["moto", "mypy", None][number % 3]}
@@ -215,7 +215,7 @@ def test_a_table_adds_up() -> None:
     }  # fmt: skip
 
 
-def test_groups_are_told_by_the_first_key_that_is_there() -> None:
+def test_grouping_uses_first_present_key() -> None:
     assert find_grouping([{"dataset": "x"}, {"repo": "y"}]) == "repo"
     assert find_grouping([{"dataset": "x"}]) == "dataset"
     assert find_grouping([{"name": "x"}]) is None

@@ -90,12 +90,14 @@ def found(folder: Path, *samples: Sequence[str]) -> str:
     return next(name for name, count in words.counts.items() if count)
 
 
-def test_what_the_tiny_model_says_as_its_template_writes_it_is_the_same_tokens() -> None:
+def test_tiny_model_words_match_tokens() -> None:
+    """The tiny model's words, written by its template, are the same tokens."""
     assert found(TINY, CALL, ("It is silver.", END)) == "equal"
     assert found(TINY, ("Hello.", END), ("Well.", END), ("Well, well.", END)) == "equal"
 
 
-def test_a_call_with_other_blanks_is_other_tokens_and_the_rows_have_them() -> None:
+def test_respaced_call_differs_in_tokens() -> None:
+    """A call with other blanks is other tokens, and the rows have them."""
     assert found(TINY, CALL_ODD, ("It is silver.", END)) == "differs"
 
 
@@ -113,7 +115,7 @@ def test_a_call_with_other_blanks_is_other_tokens_and_the_rows_have_them() -> No
         ),
     ],
 )
-def test_qwen3_renders_each_line_and_drops_earlier_thoughts(
+def test_qwen3_line_drops_earlier_thoughts(
     qwen3_folder: Path,
     samples: list[tuple[str, ...]],
     what: str,

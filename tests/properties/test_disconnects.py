@@ -314,7 +314,8 @@ def reset(stream: trio.SocketStream) -> None:
     "leave", [half_close, reset, lambda stream: stream.socket.close()], ids=["half-close", "reset", "close"]
 )
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_way_of_leaving_a_socket_ends_the_generation(leave: Any, stream: bool) -> None:
+async def test_every_disconnect_ends_the_generation(leave: Any, stream: bool) -> None:
+    """Every way of leaving a socket ends the generation."""
     engine = HandEngine()
     here = stage(engine)
     asked = body(stream=stream)
@@ -341,7 +342,8 @@ async def test_every_way_of_leaving_a_socket_ends_the_generation(leave: Any, str
     assert (turn.state, list(turn.sampled)) == ("partial", spelled("Half "))
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_asked_nothing() -> None:
+async def test_disconnect_in_body_asks_nothing() -> None:
+    """A client that leaves in the middle of its body asked nothing."""
     engine = HandEngine()
     here = stage(engine)
     async with served(here.app) as base:
@@ -353,7 +355,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_asked_nothing() ->
     assert (engine.orders, here.turns, here.s1.counters.refusals) == ([], [], {})
 
 
-async def test_a_server_that_closes_keeps_the_turns_of_its_calls() -> None:
+async def test_closing_server_keeps_turns() -> None:
+    """A server that closes keeps the turns of its calls."""
     engine = HandEngine()
     here = stage(engine)
     asked = body(stream=True)

@@ -322,9 +322,8 @@ def test_p10_an_answer_with_nothing_behind_it_goes_on_exactly(wire: Wire, sample
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-def test_p10_a_thought_that_the_template_opened_is_prompt_and_read_as_thought(
-    thinking: bool, tmp_path: Path
-) -> None:
+def test_p10_opened_thought_is_prompt(thinking: bool, tmp_path: Path) -> None:
+    """A thought that the template opened is prompt, and read as thought."""
     from tokens_kit import variant
 
     written = (
@@ -364,7 +363,7 @@ def test_p10_a_stop_string_cuts_what_is_shown_and_not_what_was_sampled(stream: b
 
 @wires
 @pytest.mark.parametrize("repaired", ["invalid", "look_"])
-def test_p10_a_call_its_harness_repaired_is_kept_by_its_id(wire: Wire, repaired: str) -> None:
+def test_p10_repaired_call_kept_by_id(wire: Wire, repaired: str) -> None:
     """opencode renames a call it can not make; the id proves whose it is, and the edit is told."""
     desk = Desk()
     history = answered(desk, wire, opening(wire), sp("I look.", CALL, LOOK, CALLED, END))
@@ -443,7 +442,7 @@ def test_p10_choices_of_one_call_are_siblings_and_each_is_trained() -> None:
     assert plan.parent == 1
 
 
-def test_p10_a_response_that_shows_nothing_can_only_branch() -> None:
+def test_p10_wordless_response_only_branches() -> None:
     """Responses has no item for an answer without a word: the next request is of another path, and both are
     trained.
     """

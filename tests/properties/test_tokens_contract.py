@@ -165,7 +165,7 @@ def wire_ask(ask: Any, body: Any) -> Any:
     return type(ask)(path=ask.path, body=body, headers=ask.headers)
 
 
-def test_p3_every_echo_changes_something_somewhere() -> None:
+def test_p3_every_echo_changes_some_body() -> None:
     """An echo that changes no API's body would prove nothing."""
     call = model().spelled(
         "<tool_call>", '{"name": "look", "arguments": {"path": "a", "n": 1}}', "</tool_call>"

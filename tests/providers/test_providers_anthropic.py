@@ -8,7 +8,8 @@ from polarnode.providers.contract import ServedModel
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> None:
+def test_14_24_models_list_shows_context() -> None:
+    """The list of models has the served id and its context length."""
     body = json.loads(ANTHROPIC.models(SERVED))
     (entry,) = body["data"]
     assert entry["id"] == body["first_id"] == body["last_id"] == "tiny"
@@ -20,9 +21,10 @@ def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> Non
     assert body["has_more"] is False
 
 
-def test_14_16_a_model_is_served_under_the_name_it_was_asked_by() -> None:
+def test_14_16_any_model_name_served() -> None:
+    """A model is served under the name it was asked by."""
     assert json.loads(ANTHROPIC.model(SERVED, name="claude-x"))["id"] == "claude-x"
 
 
-def test_counting() -> None:
+def test_count_is_input_tokens() -> None:
     assert json.loads(ANTHROPIC.count(7) or b"") == {"input_tokens": 7}

@@ -48,7 +48,7 @@ def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
+def test_text_blocks_become_text(value: dict[str, Any], text: str) -> None:
     assert block_text(block(value)) == text
     assert result_text(structure([value], ResultContent), {}) == text  # type: ignore[arg-type]
     body = {
@@ -81,7 +81,7 @@ def test_a_block_that_is_text(value: dict[str, Any], text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("inside", [False, True])
-def test_what_the_model_can_not_see_is_refused_with_its_path(
+def test_unseen_block_refused_with_path(
     content: dict[str, Any], path: str, sentence: str, inside: bool
 ) -> None:
     """What a tool's result has is described there."""
@@ -101,7 +101,7 @@ def test_what_the_model_can_not_see_is_refused_with_its_path(
     assert caught.value.path == "$.messages[0].content[0]" + path
 
 
-def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
+def test_document_without_text_is_refused() -> None:
     """Its message refuses it with the path; this is the second check, in case a change loosens the first."""
     for source in ({"type": "url"}, {"type": "content", "content": [{"type": "image"}]}):
         shape = structure(document(source), DocumentBlock)
@@ -109,7 +109,7 @@ def test_a_document_that_is_no_text_is_never_left_out_silently() -> None:
             block_text(shape)
 
 
-def test_a_tool_is_told_the_same_every_time() -> None:
+def test_tool_description_is_stable() -> None:
     tool = Tool(
         name="later", description="Läter.", parameters={"type": "object", "properties": {"z": {}, "a": {}}}
     )

@@ -27,7 +27,7 @@ def body_of(fault: Fault) -> Any:
         ("too_large", 413, "request_too_large"),
     ],
 )
-def test_the_table(kind: FaultKind, status: int, type_: str) -> None:
+def test_kinds_map_to_anthropic_errors(kind: FaultKind, status: int, type_: str) -> None:
     fault = Fault(kind=kind, message="One sentence.")
     assert error(fault).status == status
     assert (
@@ -37,7 +37,8 @@ def test_the_table(kind: FaultKind, status: int, type_: str) -> None:
     )
 
 
-def test_14_21_a_long_context_is_told_in_the_words_claude_code_compacts_on() -> None:
+def test_14_21_long_context_words() -> None:
+    """A long context is told in the words that Claude Code compacts on."""
     fault = Fault(kind="context_too_long", message="ours", prompt_tokens=40000, limit=32768)
     assert error(fault).status == 400
     assert body_of(fault)["error"] == {
@@ -46,6 +47,6 @@ def test_14_21_a_long_context_is_told_in_the_words_claude_code_compacts_on() -> 
     }
 
 
-def test_the_path_stands_before_the_sentence() -> None:
+def test_path_precedes_the_sentence() -> None:
     fault = Fault(kind="bad_request", message="no", path="$.messages[0].role")
     assert body_of(fault)["error"]["message"] == "messages[0].role: no"

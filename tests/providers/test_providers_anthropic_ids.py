@@ -15,5 +15,5 @@ def test_14_11_an_id_survives_the_way_out_and_back(rest: str) -> None:
 
 
 @pytest.mark.parametrize("foreign", ["", "fc_12", "abc", "Toolu_1"])
-def test_an_id_of_another_kind_passes(foreign: str) -> None:
+def test_foreign_id_passes_unchanged(foreign: str) -> None:
     assert to_node_id(foreign) == to_api_id(foreign) == foreign

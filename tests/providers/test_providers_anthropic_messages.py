@@ -42,7 +42,8 @@ def result(call: str, content: Any, **extra: Any) -> dict[str, Any]:
         ("You know x-anthropic-billing-header: a line.", "You know x-anthropic-billing-header: a line."),
     ],
 )
-def test_14_13_the_system_prompt_without_its_volatile_line(system: Any, head: str | None) -> None:
+def test_14_13_system_without_billing_line(system: Any, head: str | None) -> None:
+    """The system prompt is read without its volatile line."""
     expected = (
         [Message(role="user", text="hi")]
         if head is None
@@ -51,7 +52,7 @@ def test_14_13_the_system_prompt_without_its_volatile_line(system: Any, head: st
     assert parsed_messages({"role": "user", "content": "hi"}, system=system) == tuple(expected)
 
 
-def test_a_dropped_line_is_reported_and_only_in_the_system_prompt() -> None:
+def test_billing_line_only_dropped_from_system() -> None:
     assert volatile("x-anthropic-billing-header: a")
     assert not volatile("You code.")
     line = "x-anthropic-billing-header: a"
@@ -64,7 +65,8 @@ def test_a_dropped_line_is_reported_and_only_in_the_system_prompt() -> None:
 @pytest.mark.parametrize(
     "content", ["note", [text("note")], [{**text("note"), "cache_control": {"type": "ephemeral"}}]]
 )
-def test_14_14_system_messages_stay_where_they_are(content: Any) -> None:
+def test_14_14_system_messages_keep_place(content: Any) -> None:
+    """System messages stay where they are."""
     found = parsed_messages(
         {"role": "user", "content": "a"},
         {"role": "system", "content": content},
@@ -77,7 +79,8 @@ def test_14_14_system_messages_stay_where_they_are(content: Any) -> None:
     )
 
 
-def test_a_user_message_is_split_in_order() -> None:
+def test_user_message_splits_in_order() -> None:
+    """A user message is split at its results, in order."""
     blocks = [result("toolu_1", "one"), text("and"), text("then"), result("toolu_2", "two"), text("last")]
     assert parsed_messages({"role": "user", "content": blocks}) == (
         Message(role="tool", text="one", call_id="call_1"),
@@ -88,7 +91,7 @@ def test_a_user_message_is_split_in_order() -> None:
 
 
 @pytest.mark.parametrize("content", ["", [], [text("")]])
-def test_a_user_message_of_nothing_is_still_one_message(content: Any) -> None:
+def test_empty_user_message_is_one_message(content: Any) -> None:
     assert parsed_messages({"role": "user", "content": content}) == (Message(role="user"),)
 
 
@@ -103,13 +106,13 @@ def test_a_user_message_of_nothing_is_still_one_message(content: Any) -> None:
         ([{"type": "tool_reference", "tool_name": "NotebookEdit"}], "Tool loaded: NotebookEdit"),
     ],
 )
-def test_a_tool_result(content: Any, shown: str) -> None:
+def test_tool_result_content_becomes_text(content: Any, shown: str) -> None:
     assert parsed_messages({"role": "user", "content": [result("toolu_1", content)]}) == (
         Message(role="tool", text=shown, call_id="call_1"),
     )
 
 
-def test_an_error_is_shown_in_its_own_words() -> None:
+def test_error_result_keeps_its_words() -> None:
     assert (
         parsed_messages({"role": "user", "content": [result("toolu_1", "No such file", is_error=True)]})[
             0
@@ -118,7 +121,8 @@ def test_an_error_is_shown_in_its_own_words() -> None:
     )
 
 
-def test_an_answer_comes_back_flat_with_its_references() -> None:
+def test_answer_is_flat_with_references() -> None:
+    """An answer comes back flat, with its references."""
     blocks = [
         {"type": "thinking", "thinking": "Look ", "signature": "c2lnMQ=="},
         {"type": "redacted_thinking", "data": "ZGF0YQ=="},
@@ -142,12 +146,12 @@ def test_an_answer_comes_back_flat_with_its_references() -> None:
     )
 
 
-def test_thinking_may_come_unsigned() -> None:
+def test_unsigned_thinking_is_read() -> None:
     (message,) = parsed_messages({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}]})
     assert (message.thinking, message.refs) == ("hm", ())
 
 
-def test_assistant_messages_in_a_row_are_one_turn() -> None:
+def test_adjacent_assistant_messages_are_one() -> None:
     call = {"type": "tool_use", "id": "toolu_ab0", "name": "go", "input": {}}
     split = parsed_messages(
         {"role": "user", "content": "hi"},
@@ -161,12 +165,14 @@ def test_assistant_messages_in_a_row_are_one_turn() -> None:
     assert len(whole) == 2
 
 
-def test_user_messages_in_a_row_stay_apart_so_that_history_only_grows() -> None:
+def test_adjacent_user_messages_stay_apart() -> None:
+    """User messages in a row stay apart, so that a history only grows."""
     one, two = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
     assert parsed_messages(one, two)[:1] == parsed_messages(one)
 
 
-def test_14_15_a_reference_tells_the_tool_at_its_place_once_the_request_has_it() -> None:
+def test_14_15_reference_describes_known_tool() -> None:
+    """A reference shows its tool at its place, once the request has the tool."""
     reference = {
         "role": "user",
         "content": [result("toolu_1", [{"type": "tool_reference", "tool_name": "later"}, text("loaded")])],
@@ -175,7 +181,8 @@ def test_14_15_a_reference_tells_the_tool_at_its_place_once_the_request_has_it()
     assert found.text == 'Tool loaded: later\n{"type":"function"}\nloaded'
 
 
-def test_what_another_server_ran_is_left_out_and_named() -> None:
+def test_server_tool_blocks_are_noted() -> None:
+    """Blocks of tools that another server ran are left out and named."""
     server = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}}
     found = {
         "type": "web_search_tool_result",
@@ -201,7 +208,8 @@ def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, argu
     assert (message.calls, message.refs) == ((ToolCall(id="", name="go", arguments=arguments),), ())
 
 
-def test_14_15_which_deferred_tools_were_loaded() -> None:
+def test_14_15_loaded_deferred_tools() -> None:
+    """Which deferred tools were loaded is read from their references."""
     reference = {"type": "tool_reference", "tool_name": "NotebookEdit"}
     raw_messages = shapes(
         {"role": "user", "content": "tool_reference"},
@@ -215,7 +223,8 @@ def test_14_15_which_deferred_tools_were_loaded() -> None:
     assert referenced(shapes({"role": "user", "content": "hi"})) == frozenset()
 
 
-def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
+def test_image_in_result_is_described() -> None:
+    """An image that a tool found is described and ends nothing."""
     (found,) = messages(
         None,
         shapes(
@@ -226,7 +235,7 @@ def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize(("role", "block"), [("user", {"type": "image"}), ("assistant", {"type": "image"})])
-def test_a_block_that_is_no_text_is_never_left_out_silently(role: str, block: dict[str, Any]) -> None:
+def test_block_without_text_is_refused(role: str, block: dict[str, Any]) -> None:
     """Its shape refuses it with the path; this is the second check, in case a change loosens the first."""
     with validators.disabled(), pytest.raises(Refused, match="reads text only"):
         messages(None, shapes({"role": role, "content": [block]}))

@@ -24,7 +24,7 @@ def asked(
     return read(json.dumps(body).encode(), headers=headers or {}, model=model, counting=counting)
 
 
-def test_a_plain_request() -> None:
+def test_plain_request_is_read() -> None:
     request = asked(system="You code.")
     assert (request.provider, request.model, request.stream, request.ignored) == ("anthropic", "m", False, ())
     assert request.conversation.messages == (
@@ -36,7 +36,8 @@ def test_a_plain_request() -> None:
     assert asked(stream=True).stream
 
 
-def test_14_15_hosted_tools_are_dropped_and_deferred_ones_wait() -> None:
+def test_14_15_hosted_dropped_deferred_waits() -> None:
+    """Hosted tools are dropped, and deferred ones wait."""
     tools = [
         {"type": "web_search_20250305", "name": "web_search"},
         GO,
@@ -54,7 +55,7 @@ def test_14_15_hosted_tools_are_dropped_and_deferred_ones_wait() -> None:
     assert request.ignored == ("$.tools[0]", "$.tools[2]", "$.tools[3]")
 
 
-def test_14_15_a_deferred_tool_is_told_at_its_reference_and_never_at_the_head() -> None:
+def test_14_15_deferred_tool_at_reference() -> None:
     """So the tools array may grow as the conversation does, and the prompt of each request begins with the
     one before.
     """
@@ -82,14 +83,14 @@ def test_14_15_a_deferred_tool_is_told_at_its_reference_and_never_at_the_head() 
     )
 
 
-def test_one_call_at_a_time_where_it_is_asked_for() -> None:
+def test_single_call_where_asked_for() -> None:
     assert not asked(tools=[GO], tool_choice={"type": "auto"}).one_call
     for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "go"}):
         assert asked(tools=[GO], tool_choice=choice | {"disable_parallel_tool_use": True}).one_call
 
 
 @pytest.mark.parametrize("said", [{"output_config": {"effort": "high", "format": {}}}, {"output_format": {}}])
-def test_an_answer_is_held_to_a_schema(said: dict[str, Any]) -> None:
+def test_schema_constrains_the_answer(said: dict[str, Any]) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     changes = {
         name: value | {"format": form} if name == "output_config" else form for name, value in said.items()
@@ -97,7 +98,8 @@ def test_an_answer_is_held_to_a_schema(said: dict[str, Any]) -> None:
     assert asked(**changes).constraint == Constraint(kind="json_schema", text='{"type":"object"}')
 
 
-def test_what_is_read_and_changes_nothing_is_named() -> None:
+def test_unused_settings_are_named() -> None:
+    """Settings that are read and change nothing are named."""
     request = asked(
         thinking={"type": "enabled", "budget_tokens": 2048},
         output_config={"effort": "high"},
@@ -125,12 +127,14 @@ def test_what_is_read_and_changes_nothing_is_named() -> None:
     )
 
 
-def test_thinking_that_is_not_to_be_shown_is_told_to_the_writer() -> None:
+def test_omitted_thinking_reaches_writer() -> None:
+    """A setting that omits thinking reaches the writer."""
     assert asked(thinking={"type": "adaptive", "display": "omitted"}).extras == {"thinking": "omitted"}
     assert asked(thinking={"type": "adaptive", "display": "summarized"}).extras == {}
 
 
-def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
+def test_14_19_openclaw_last_message_dropped() -> None:
+    """OpenClaw's last message is left out and named."""
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec"
         " sessions:\nnone\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
@@ -151,7 +155,7 @@ def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
         ({"type": "tool", "name": "go"}, "go"),
     ],
 )
-def test_tool_choice(choice: Any, word: str) -> None:
+def test_tool_choice_words_and_notes(choice: Any, word: str) -> None:
     assert asked(tools=[GO], tool_choice=choice).conversation.tool_choice == word
 
 
@@ -164,11 +168,12 @@ def test_tool_choice(choice: Any, word: str) -> None:
         ({"type": "disabled"}, False),
     ],
 )
-def test_thinking_is_switched_only_by_who_says_so(said: Any, thinking: bool | None) -> None:
+def test_only_explicit_words_switch_thinking(said: Any, thinking: bool | None) -> None:
+    """Thinking is switched only by a client that says so."""
     assert asked(thinking=said).conversation.thinking is thinking
 
 
-def test_sampling_says_what_the_client_said() -> None:
+def test_sampling_is_what_client_said() -> None:
     assert asked().sampling == Sampling(max_tokens=9)
     assert asked(temperature=1, top_p=0.5, top_k=3, stop_sequences=["a", "b"]).sampling == Sampling(
         temperature=1.0, top_p=0.5, top_k=3, max_tokens=9, stop=("a", "b")
@@ -176,7 +181,7 @@ def test_sampling_says_what_the_client_said() -> None:
     assert asked(top_k=0).sampling.top_k is None
 
 
-def test_max_tokens_is_required_but_for_counting() -> None:
+def test_max_tokens_required_except_counting() -> None:
     assert asked(max_tokens=None, counting=True).sampling == Sampling()
     with pytest.raises(Refused, match="max_tokens is missing"):
         asked(max_tokens=None)
@@ -202,18 +207,20 @@ def test_max_tokens_is_required_but_for_counting() -> None:
         ),
     ],
 )
-def test_14_18_headers_say_which_agent_asks(headers: dict[str, str], hints: dict[str, str]) -> None:
+def test_14_18_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
     assert asked(headers=headers).hints == hints
 
 
-def test_a_volatile_line_is_named_among_what_was_left_out() -> None:
+def test_volatile_line_is_named_ignored() -> None:
+    """A volatile line is named among what was left out."""
     assert asked(system="x-anthropic-billing-header: cch=1;\nYou code.", metadata={}).ignored == (
         "$.metadata",
         "$.system",
     )
 
 
-def test_two_requests_that_differ_by_a_nonce_are_the_same_conversation() -> None:
+def test_nonce_leaves_conversation_equal() -> None:
+    """Two requests that differ by a nonce are the same conversation."""
     one, two = (
         asked(system=f"x-anthropic-billing-header: cch={nonce};\nYou code.") for nonce in ("5d1", "77a")
     )

@@ -58,7 +58,7 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ),
     ],
 )
-def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence: str) -> None:
+def test_unsupported_setting_is_refused(changes: dict[str, Any], path: str, sentence: str) -> None:
     assert refusal(**changes) == (sentence, path)
 
 
@@ -91,23 +91,23 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "go"}
         ),
     ],
 )
-def test_a_block_we_can_not_show_the_model(
-    role: str, block: dict[str, Any], path: str, sentence: str
-) -> None:
+def test_unsupported_block_is_refused(role: str, block: dict[str, Any], path: str, sentence: str) -> None:
+    """A block that cannot be shown to the model is refused."""
     assert refusal(messages=[HI, {"role": role, "content": [block]}]) == (
         sentence,
         "$.messages[1].content[0]" + path,
     )
 
 
-def test_an_unknown_block_is_told_which_are_known() -> None:
+def test_unknown_block_refusal_lists_known() -> None:
     sentence, path = refusal(messages=[{"role": "assistant", "content": [{"type": "hologram", "id": "a"}]}])
     assert path == "$.messages[0].content[0]"
     assert "'thinking', 'tool_search_tool_result', 'tool_use', " in sentence
     assert "not 'hologram'" in sentence
 
 
-def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
+def test_14_13_unknown_fields_at_every_depth() -> None:
+    """Unknown fields are taken at every depth."""
     block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": None}
     body = {
         "model": "m",
@@ -126,7 +126,8 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
     assert read.ignored == ("$.metadata", "$.context_management", "$.output_config.effort")
 
 
-def test_every_field_but_model_and_messages_may_be_null() -> None:
+def test_optional_fields_may_be_null() -> None:
+    """Every field but the model and the messages may be null."""
     nulls: dict[str, Any] = {str(field.alias): None for field in fields(MessagesRequest)}
     request = structure(nulls | {"model": "m", "messages": [HI]}, MessagesRequest)
     assert request == structure({"model": "m", "messages": [HI]}, MessagesRequest)

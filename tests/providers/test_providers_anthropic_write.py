@@ -53,7 +53,7 @@ def started(*, shown: bool = False) -> MessageStream:
     return stream
 
 
-def test_a_whole_answer_keeps_the_order_of_its_parts() -> None:
+def test_whole_answer_keeps_part_order() -> None:
     answer = Answer(
         parts=(ThinkingPart("hm"), TextPart("I go."), GO, TextPart("Gone.")), finish_reason="tool_calls"
     )
@@ -87,7 +87,9 @@ def test_a_whole_answer_keeps_the_order_of_its_parts() -> None:
         ("stop", True, "tool_use", None),
     ],
 )
-def test_why_an_answer_ended(reason: FinishReason, calls: bool, word: str, sequence: str | None) -> None:
+def test_stop_reason_of_each_ending(
+    reason: FinishReason, calls: bool, word: str, sequence: str | None
+) -> None:
     answer = Answer(
         parts=(GO,) if calls else (TextPart("x"),),
         finish_reason=reason,
@@ -103,7 +105,7 @@ def test_why_an_answer_ended(reason: FinishReason, calls: bool, word: str, seque
     }
 
 
-def test_a_stream_in_order() -> None:
+def test_stream_events_in_order() -> None:
     stream = MessageStream(CALL)
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (
@@ -145,7 +147,8 @@ def test_a_stream_in_order() -> None:
     assert found[11]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
 
 
-def test_14_12_counts_stand_at_the_start_and_at_the_end() -> None:
+def test_14_12_counts_at_both_ends() -> None:
+    """Counts stand at the start and at the end of a stream."""
     stream = MessageStream(CALL)
     (first,) = events(stream.start(prompt_tokens=10, cached_tokens=8))
     assert first["message"]["usage"] == COUNTS | {"output_tokens": 0}
@@ -162,13 +165,14 @@ def test_14_10_terminal_markers() -> None:
     assert [event["type"] for event in end] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_an_end_without_a_start_begins_by_itself() -> None:
+def test_end_without_start_starts_itself() -> None:
+    """An end without a start begins by itself."""
     end = events(MessageStream(CALL).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert [event["type"] for event in end] == ["message_start", "message_delta", "message_stop"]
     assert end[0]["message"]["usage"]["input_tokens"] == 2
 
 
-def test_14_5_keep_alive_is_a_ping_at_any_time() -> None:
+def test_14_5_keepalive_is_ping() -> None:
     stream = MessageStream(CALL)
     assert events(stream.keep_alive()) == [{"type": "ping"}]
     assert events(stream.start(prompt_tokens=1, cached_tokens=0))[0]["type"] == "message_start"
@@ -178,7 +182,8 @@ def test_14_5_keep_alive_is_a_ping_at_any_time() -> None:
 
 
 @pytest.mark.parametrize("deltas", [(), (ThinkingDelta("hm"),), (TextDelta(""),)])
-def test_14_8_a_failure_before_anything_is_shown_breaks_the_connection(deltas: tuple[Any, ...]) -> None:
+def test_14_8_failure_before_visible_text(deltas: tuple[Any, ...]) -> None:
+    """A failure before anything is shown breaks the connection."""
     stream = started()
     for delta in deltas:
         stream.delta(delta)
@@ -186,7 +191,8 @@ def test_14_8_a_failure_before_anything_is_shown_breaks_the_connection(deltas: t
 
 
 @pytest.mark.parametrize("delta", [TextDelta("half"), GO])
-def test_14_8_a_failure_after_something_is_shown_is_an_error_event(delta: Any) -> None:
+def test_14_8_failure_after_visible_text(delta: Any) -> None:
+    """A failure after something is shown is an error event."""
     stream = started()
     stream.delta(delta)
     sent = stream.failed(Fault(kind="engine_failed", message="The engine died."))
@@ -208,14 +214,14 @@ def test_14_8_a_failure_after_something_is_shown_is_an_error_event(delta: Any) -
         ("[" * 100000, "[" * 100000),
     ],
 )
-def test_arguments_go_out_as_they_were_sampled(arguments: str, value: Any) -> None:
+def test_arguments_are_sent_as_sampled(arguments: str, value: Any) -> None:
     answer = Answer(
         parts=(ToolCall(id="call_1", name="go", arguments=arguments),), finish_reason="tool_calls"
     )
     assert json.loads(whole(CALL, answer, USAGE))["content"][0]["input"] == value
 
 
-def test_14_9_a_call_is_one_piece_of_input() -> None:
+def test_14_9_call_input_in_one_piece() -> None:
     found = events(started().delta(ToolCall(id="call_1", name="go", arguments="")))
     assert [event["type"] for event in found] == [
         "content_block_start",
@@ -225,7 +231,8 @@ def test_14_9_a_call_is_one_piece_of_input() -> None:
     assert found[1]["delta"]["partial_json"] == "{}"
 
 
-def test_thinking_that_is_not_to_be_shown_is_a_signature_alone_whole_and_streamed() -> None:
+def test_omitted_thinking_is_signature_alone() -> None:
+    """Thinking that is not to be shown is a signature alone, whole and streamed."""
     call = a_call(extras={"thinking": "omitted"})
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("x")), finish_reason="stop")
     block = {"type": "thinking", "thinking": "", "signature": "c2ln"}

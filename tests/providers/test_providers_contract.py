@@ -16,20 +16,20 @@ DIALECTS: tuple[Dialect, ...] = (OPENAI_CHAT, OPENAI_RESPONSES, ANTHROPIC, GOOGL
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 
 
-def test_a_refusal_is_a_bad_request_with_its_path() -> None:
+def test_refusal_is_400_with_path() -> None:
+    """A refusal is a bad request with its path."""
     assert Fault.of(Refused("no", path="$.a[0]")) == Fault(kind="bad_request", message="no", path="$.a[0]")
 
 
-def test_a_long_context_keeps_its_numbers() -> None:
+def test_long_context_keeps_its_numbers() -> None:
     fault = Fault.of(ContextTooLong(prompt_tokens=12, limit=8))
     assert (fault.kind, fault.prompt_tokens, fault.limit) == ("context_too_long", 12, 8)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_14_22_retry_after_is_whole_seconds_on_what_may_be_tried_again_and_on_nothing_else(
-    dialect: Dialect, kind: FaultKind
-) -> None:
+def test_14_22_retry_after_where_retryable(dialect: Dialect, kind: FaultKind) -> None:
+    """Retry-After is whole seconds on what may be tried again, and on nothing else."""
     reply = dialect.error(Fault(kind=kind, message="m", retry_after_s=7))
     retried = reply.status == 429 or reply.status >= 500
     assert dict(reply.headers).get("retry-after") == ("7" if retried else None)
@@ -40,19 +40,21 @@ def test_14_22_retry_after_is_whole_seconds_on_what_may_be_tried_again_and_on_no
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_14_22_a_session_that_must_stop_is_told_by_a_status_nobody_tries_again(dialect: Dialect) -> None:
+def test_14_22_ended_session_not_retried(dialect: Dialect) -> None:
+    """An ended session is a status that no client tries again."""
     assert dialect.error(Fault(kind="budget_spent", message="m")).status == 400
     assert dialect.error(Fault(kind="session_over", message="m")).status == 410
 
 
-def test_an_error_is_json_and_says_what_is_allowed() -> None:
+def test_error_body_is_json_with_advice() -> None:
+    """An error is JSON and says what is allowed."""
     reply = error_reply(405, {"a": 1}, Fault(kind="method_not_allowed", message="m", allow="GET"))
     assert reply.body == b'{"a":1}'
     assert reply.headers == (("content-type", "application/json"), ("allow", "GET"))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_a_writer_is_new_for_each_call(dialect: Dialect) -> None:
+def test_each_call_has_new_writer(dialect: Dialect) -> None:
     call = a_call()
     first: StreamWriter = dialect.stream(call)
     assert first.start(prompt_tokens=1, cached_tokens=0)
@@ -60,7 +62,8 @@ def test_a_writer_is_new_for_each_call(dialect: Dialect) -> None:
     assert dialect.stream(call).start(prompt_tokens=1, cached_tokens=0)
 
 
-def test_a_refusal_repeats_no_more_of_a_request_than_a_person_reads() -> None:
+def test_long_refusal_is_shortened() -> None:
+    """A refusal repeats only as much of a request as a person reads."""
     fault = Fault.of(Refused("x" * 50_000 + ": send something shorter", path="$." + "y" * 50_000))
     assert fault.path is not None
     assert len(fault.message) < 1_100 > len(fault.path)

@@ -39,9 +39,10 @@ X_API_KEY = {"x-api-key": "k"}
         ("GET", "/models", OPENAI_CHAT, "models"),
     ],
 )
-def test_14_1_a_route_is_its_paths_end_under_any_prefix(
+def test_14_1_routes_under_any_prefix(
     prefix: str, method: str, end: str, dialect: Dialect, operation: Operation
 ) -> None:
+    """A route is the end of its path, under any prefix."""
     found = route(method, prefix + end, BEARER)
     assert found is not None
     assert (found.dialect, found.operation, found.model) == (dialect, operation, None)
@@ -71,9 +72,8 @@ GENERATED = {
         ("/v1beta1/projects/p/locations/l/endpoints/12", "12"),
     ],
 )
-def test_14_1_googles_paths_name_the_model_and_the_method(
-    prefix: str, method: str, query: str, end: str, model: str
-) -> None:
+def test_14_1_google_paths_name_method(prefix: str, method: str, query: str, end: str, model: str) -> None:
+    """Google's paths name the model and the method."""
     path = f"{prefix}{end}:{method}{query}"
     found = route("POST", path, {})
     assert found is not None
@@ -99,7 +99,8 @@ def test_14_1_googles_paths_name_the_model_and_the_method(
         "/v1beta/files",
     ],
 )
-def test_what_google_serves_and_we_do_not_is_missed_in_its_words(path: str) -> None:
+def test_unserved_google_path_is_404(path: str) -> None:
+    """A path that Google serves and the node does not is a 404 in Google's words."""
     assert route("POST", path, {}) is None
     reply = missed("POST", path, {})
     assert reply.status == 404
@@ -114,13 +115,13 @@ def test_what_google_serves_and_we_do_not_is_missed_in_its_words(path: str) -> N
         ("/v1beta1/publishers/google/models/m", "m"),
     ],
 )
-def test_google_asks_for_one_model(path: str, model: str) -> None:
+def test_google_single_model_route(path: str, model: str) -> None:
     found = route("GET", f"/sessions/abc{path}", {"x-goog-api-key": "k"})
     assert found is not None
     assert (found.dialect, found.operation, found.model) == (GOOGLE, "model", model)
 
 
-def test_a_model_is_asked_for_by_any_name() -> None:
+def test_model_route_takes_any_name() -> None:
     found = route("GET", "/sessions/abc/v1/models/org/some-model", BEARER)
     assert found is not None
     assert (found.operation, found.model) == ("model", "org/some-model")
@@ -139,7 +140,8 @@ def test_a_model_is_asked_for_by_any_name() -> None:
         (BEARER | {"x-goog-api-client": "google-genai-sdk/1"}, GOOGLE),
     ],
 )
-def test_the_list_of_models_has_the_shape_of_who_asks(headers: dict[str, str], dialect: Dialect) -> None:
+def test_models_list_shape_per_client(headers: dict[str, str], dialect: Dialect) -> None:
+    """The list of models has the shape of the client that asks."""
     found = route("GET", "/v1/models", headers)
     assert found is not None
     assert found.dialect is dialect
@@ -160,7 +162,8 @@ def test_the_list_of_models_has_the_shape_of_who_asks(headers: dict[str, str], d
         "/v1/model/info",
     ],
 )
-def test_14_24_probes_for_other_servers_are_a_fast_404(path: str) -> None:
+def test_14_24_foreign_probes_get_404(path: str) -> None:
+    """Probes for other servers are a fast 404."""
     assert route("GET", path, {}) is None
     reply = missed("GET", path, {})
     assert reply.status == 404
@@ -168,7 +171,7 @@ def test_14_24_probes_for_other_servers_are_a_fast_404(path: str) -> None:
     assert ("content-type", "application/json") in reply.headers
 
 
-def test_a_wrong_method_is_told_which_one_is_served() -> None:
+def test_wrong_method_names_served_one() -> None:
     assert route("GET", "/v1/messages", {}) is None
     reply = missed("GET", "/v1/messages", {})
     assert (reply.status, ("allow", "POST") in reply.headers) == (405, True)
@@ -177,7 +180,7 @@ def test_a_wrong_method_is_told_which_one_is_served() -> None:
     assert ("allow", "GET") in missed("POST", "/v1/models", {}).headers
 
 
-def test_a_miss_speaks_the_language_of_its_path() -> None:
+def test_missing_path_answers_in_dialect() -> None:
     assert not_found_dialect("/v1/messages/batches", {}) is ANTHROPIC
     assert not_found_dialect("/v1/responses/resp_1", {}) is OPENAI_RESPONSES
     assert not_found_dialect("/v1/completions", {}) is OPENAI_CHAT
@@ -204,9 +207,8 @@ def test_a_miss_speaks_the_language_of_its_path() -> None:
         ("/sessions/p/v1beta/models/m:generateContent?key=q%2Fr", {"x-goog-api-key": "g"}, ("p", "g", "q/r")),
     ],
 )
-def test_14_2_the_path_is_the_first_key_and_any_header_or_the_query_may_hold_one(
-    path: str, headers: dict[str, str], keys: tuple[str, ...]
-) -> None:
+def test_14_2_key_in_path_first(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
+    """The path is the first key, and any header or the query may hold one."""
     assert session_keys(path, headers) == keys
 
 

@@ -8,7 +8,8 @@ from polarnode.providers import openai
 
 
 @pytest.mark.parametrize("text", ["", "*** Begin Patch\n+ü\n", '{"input": "x"}', "\u2028"])
-def test_a_text_comes_out_as_it_went_in(text: str) -> None:
+def test_text_survives_wrap_and_unwrap(text: str) -> None:
+    """A text comes out as it went in."""
     assert openai.text_of(openai.arguments_of(text)) == text
 
 
@@ -25,11 +26,12 @@ def test_a_text_comes_out_as_it_went_in(text: str) -> None:
         '{"input": "x", "n": NaN}',
     ],
 )
-def test_what_can_not_be_taken_apart_is_handed_on_as_it_is(arguments: str) -> None:
+def test_unparsable_arguments_pass_unchanged(arguments: str) -> None:
     assert openai.text_of(arguments) == arguments
 
 
-def test_the_model_is_shown_a_function_of_one_string_with_its_grammar() -> None:
+def test_freeform_tool_shown_as_function() -> None:
+    """The model is shown a function of one string, with its grammar."""
     tool = openai.tool("apply_patch", "Edits.", openai.grammar_text("start: x", "lark"))
     assert json.loads(json.dumps(dict(tool.parameters)))["required"] == ["input"]
     assert tool.description == "Edits.\n\nThe input must follow this lark grammar:\nstart: x"

@@ -8,7 +8,8 @@ from polarnode.providers.google import GOOGLE
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> None:
+def test_14_24_models_list_shows_context() -> None:
+    """The list of models has the served id and its context length."""
     (entry,) = json.loads(GOOGLE.models(SERVED))["models"]
     assert (entry["name"], entry["displayName"], entry["inputTokenLimit"], entry["outputTokenLimit"]) == (
         "models/tiny",
@@ -19,9 +20,10 @@ def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> Non
     assert entry["supportedGenerationMethods"] == ["generateContent", "countTokens"]
 
 
-def test_14_16_a_model_is_served_under_the_name_it_was_asked_by() -> None:
+def test_14_16_any_model_name_served() -> None:
+    """A model is served under the name it was asked by."""
     assert json.loads(GOOGLE.model(SERVED, name="gemini-9"))["name"] == "models/gemini-9"
 
 
-def test_counting() -> None:
+def test_count_is_total_tokens() -> None:
     assert json.loads(GOOGLE.count(7) or b"") == {"totalTokens": 7}

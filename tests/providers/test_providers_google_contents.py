@@ -49,7 +49,7 @@ def result(name: str, id: str | None = None, **response: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("system", ["Be brief.", Content(parts=contents(user("Be ", "brief."))[0].parts)])
-def test_14_14_the_system_instruction_comes_first(system: Content | str) -> None:
+def test_14_14_system_instruction_comes_first(system: Content | str) -> None:
     first, second = read(user("hi"), system=system)
     assert first.role == "system"
     assert first.text.replace("\n", "") == "Be brief."
@@ -57,28 +57,30 @@ def test_14_14_the_system_instruction_comes_first(system: Content | str) -> None
 
 
 @pytest.mark.parametrize("system", [None, "", Content(), Content(parts=())])
-def test_no_system_instruction_is_none(system: Content | str | None) -> None:
+def test_absent_system_instruction_is_none(system: Content | str | None) -> None:
     assert [message.role for message in read(user("hi"), system=system)] == ["user"]
 
 
 @pytest.mark.parametrize("role", [None, "", "user", "function", "tool"])
-def test_a_role_that_is_not_said_is_the_users(role: str | None) -> None:
+def test_role_defaults_to_user(role: str | None) -> None:
     assert read({"role": role, "parts": [{"text": "hi"}]}) == (Message(role="user", text="hi"),)
 
 
-def test_14_14_a_system_content_in_mid_list_stays_in_its_place() -> None:
+def test_14_14_system_content_keeps_place() -> None:
+    """A system content in the middle of the list stays in its place."""
     assert [
         message.role for message in read(user("a"), {"role": "system", "parts": [{"text": "s"}]}, user("b"))
     ] == ["user", "system", "user"]
 
 
-def test_a_role_nobody_has_is_refused() -> None:
+def test_unknown_role_is_refused() -> None:
     with pytest.raises(Refused, match="must be 'user' or 'model'") as caught:
         read(user("a"), {"role": "robot", "parts": []})
     assert caught.value.path == "$.contents[1].role"
 
 
-def test_user_contents_stay_one_to_one_and_model_contents_in_a_row_are_one_turn() -> None:
+def test_adjacent_model_contents_are_one() -> None:
+    """User contents stay one to one, and model contents in a row are one turn."""
     found = read(
         user("a", "b"),
         user("c"),
@@ -98,7 +100,7 @@ def test_user_contents_stay_one_to_one_and_model_contents_in_a_row_are_one_turn(
     assert [made.id for made in found[3].calls] == ["1"]
 
 
-def test_a_part_may_stand_without_its_list() -> None:
+def test_single_part_without_list() -> None:
     assert read({"parts": {"text": "hi"}}) == (Message(role="user", text="hi"),)
     assert parts(None) == ()
 
@@ -106,7 +108,7 @@ def test_a_part_may_stand_without_its_list() -> None:
 # ── calls and results ─────────────────────────────────────────────────────────
 
 
-def test_a_turn_of_thoughts_text_and_calls() -> None:
+def test_turn_with_thoughts_text_calls() -> None:
     thought = {"text": "hm", "thought": True, "thoughtSignature": "c2ln"}
     (_, found) = read(
         user("a"), model(thought, "I go", call("go", "call_1", b=1, a=2) | {"thoughtSignature": "c2ln"})
@@ -120,7 +122,7 @@ def test_a_turn_of_thoughts_text_and_calls() -> None:
     )
 
 
-def test_results_stand_where_they_were_given() -> None:
+def test_results_keep_their_place() -> None:
     found = read(
         user("a"),
         model(call("f", "1"), call("g", "2")),
@@ -134,7 +136,8 @@ def test_results_stand_where_they_were_given() -> None:
     ]
 
 
-def test_14_11_without_ids_names_and_order_say_what_is_answered() -> None:
+def test_14_11_calls_without_ids() -> None:
+    """Without ids, names and order say which call is answered."""
     found = read(
         user("a"),
         model(call("f", n=1), call("g"), call("f", n=2)),
@@ -152,7 +155,7 @@ def test_14_11_without_ids_names_and_order_say_what_is_answered() -> None:
     assert all(made.isalnum() or "_" in made for made in ids)
 
 
-def test_14_11_ids_the_client_made_up_pass() -> None:
+def test_14_11_client_ids_pass_unchanged() -> None:
     made_up = "run_shell_command_1795231589034_0"
     (_, assistant, tool) = read(
         user("a"),
@@ -162,7 +165,8 @@ def test_14_11_ids_the_client_made_up_pass() -> None:
     assert assistant.calls[0].id == tool.call_id == made_up
 
 
-def test_14_11_our_ids_are_ours_again_under_the_functions_name() -> None:
+def test_14_11_own_ids_lose_prefix() -> None:
+    """Our ids come back without the name of the function."""
     ours = "call_000000abcdef012345600"
     (_, assistant, tool) = read(
         user("a"), model(call("f", f"f__{ours}")), user(result("f", f"f__{ours}", output="x"))
@@ -170,7 +174,8 @@ def test_14_11_our_ids_are_ours_again_under_the_functions_name() -> None:
     assert (assistant.calls[0].id, assistant.refs, tool.call_id) == (ours, (ours,), ours)
 
 
-def test_14_11_a_signature_says_the_id_that_a_client_dropped() -> None:
+def test_14_11_signature_restores_dropped_ids() -> None:
+    """A signature says the id that a client dropped."""
     signed = {"thoughtSignature": "MDAwMDAzYWJjZGVmMDEyMw=="}
     (_, assistant, *tools) = read(
         user("a"),
@@ -184,12 +189,13 @@ def test_14_11_a_signature_says_the_id_that_a_client_dropped() -> None:
     assert set(assistant.refs) == {*ids, signed["thoughtSignature"]}
 
 
-def test_a_result_with_an_id_of_its_own_answers_the_call_of_its_name() -> None:
+def test_foreign_result_id_matches_by_name() -> None:
+    """A result with an id of its own answers the call of its name."""
     (_, assistant, tool) = read(user("a"), model(call("f")), user(result("f", "own", output="x")))
     assert tool.call_id == assistant.calls[0].id
 
 
-def test_calls_of_an_older_turn_are_not_answered_late() -> None:
+def test_older_calls_are_not_answered() -> None:
     found = read(user("a"), model(call("f")), user("no"), model(call("f")), user(result("f", output="x")))
     assert found[-1].call_id == found[3].calls[0].id
 
@@ -218,11 +224,13 @@ def test_a_result_nobody_called_for_is_still_shown(given: str | None, meant: str
         ([1], "[1]"),
     ],
 )
-def test_a_result_is_its_output_or_compact_json(response: Any, text: str) -> None:
+def test_result_is_output_or_compact_json(response: Any, text: str) -> None:
+    """A result is shown as its output, or as compact JSON."""
     assert result_text(FunctionResponse(name="f", response=response)) == text
 
 
-def test_what_stands_beside_a_results_json_is_shown_below_it() -> None:
+def test_parts_beside_result_are_appended() -> None:
+    """Parts beside a result's JSON are shown below it."""
     beside = [
         {"inlineData": {"mimeType": "text/plain", "data": b64encode(b"file").decode()}},
         {"text": "more"},
@@ -234,7 +242,7 @@ def test_what_stands_beside_a_results_json_is_shown_below_it() -> None:
 # ── odd parts ─────────────────────────────────────────────────────────────────
 
 
-def test_code_that_ran_elsewhere_is_text() -> None:
+def test_code_run_elsewhere_is_text() -> None:
     said = model(
         "a",
         {"executableCode": {"language": "PYTHON", "code": "1+1"}},
@@ -246,7 +254,8 @@ def test_code_that_ran_elsewhere_is_text() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_an_image_a_function_found_is_told_and_ends_nothing(wrapped: bool) -> None:
+def test_image_in_result_is_described(wrapped: bool) -> None:
+    """An image that a function found is described and ends nothing."""
     image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
     result = {
         "functionResponse": {"name": "see", "response": {"output": "a cat"}}
@@ -259,7 +268,7 @@ def test_an_image_a_function_found_is_told_and_ends_nothing(wrapped: bool) -> No
     assert texts == [f"a cat\n{told}{beside}"]
 
 
-def test_image_between_results() -> None:
+def test_image_between_parallel_results() -> None:
     """Results of parallel calls stay together; a text stands where it was given."""
     image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
     found = read(
@@ -275,7 +284,7 @@ def test_image_between_results() -> None:
     ]
 
 
-def test_media_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_beside_result_join_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many media beside one result: its text is joined once, and not again for each of them."""
     joined: list[int] = []
 
@@ -316,7 +325,7 @@ def test_many_results_are_matched_once() -> None:
     assert made(200) < 6 * made(50)
 
 
-def test_inline_text_is_text() -> None:
+def test_inline_text_is_read() -> None:
     (found,) = read(
         user("see", {"inlineData": {"mimeType": "text/plain", "data": b64encode("Käse".encode()).decode()}})
     )
@@ -324,7 +333,8 @@ def test_inline_text_is_text() -> None:
 
 
 @pytest.mark.parametrize("said", [user(call("f")), model(result("f", output="x"))])
-def test_a_call_of_the_user_is_refused_and_so_is_a_result_of_the_model(said: Any) -> None:
+def test_calls_in_wrong_role_are_refused(said: Any) -> None:
+    """A call of the user is refused, and so is a result of the model."""
     with pytest.raises(Refused, match="remove the function"):
         read(said)
 
@@ -405,7 +415,8 @@ def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
         assert asked(said, tools, known) == asked(said, tools, PartsCache())
 
 
-def test_what_was_read_of_a_content_is_the_same_message_again() -> None:
+def test_read_content_is_same_message() -> None:
+    """A content that was read before is the same message again."""
     known, told = PartsCache(), [user("hi"), model(call("f", "c1", a=1))]
     first = asked(told, [], known)
     second = asked([*told, user(result("f", "c1", output="r"))], [], known)

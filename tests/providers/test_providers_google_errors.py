@@ -31,7 +31,7 @@ def said(fault: Fault) -> dict[str, Any]:
         ("too_large", 413, "INVALID_ARGUMENT"),
     ],
 )
-def test_each_kind_has_its_row(kind: FaultKind, status: int, code: str) -> None:
+def test_kinds_map_to_google_errors(kind: FaultKind, status: int, code: str) -> None:
     fault = Fault(kind=kind, message="One sentence.")
     assert error(fault).status == status
     assert (said(fault)["code"], said(fault)["status"], said(fault)["message"]) == (
@@ -41,7 +41,8 @@ def test_each_kind_has_its_row(kind: FaultKind, status: int, code: str) -> None:
     )
 
 
-def test_14_21_a_long_context_is_told_in_googles_words() -> None:
+def test_14_21_long_context_in_google_words() -> None:
+    """A long context is told in Google's words."""
     fault = Fault.of(ContextTooLong(prompt_tokens=12, limit=8))
     assert (
         said(fault)["message"]
@@ -49,7 +50,8 @@ def test_14_21_a_long_context_is_told_in_googles_words() -> None:
     )
 
 
-def test_a_bad_field_is_named_in_the_sentence_and_beside_it() -> None:
+def test_bad_field_named_in_error() -> None:
+    """A bad field is named in the sentence and beside it."""
     fault = Fault(
         kind="bad_request", message="the role must be 'user' or 'model', not 'x'", path="$.contents[0].role"
     )
@@ -59,7 +61,7 @@ def test_a_bad_field_is_named_in_the_sentence_and_beside_it() -> None:
     assert detail["fieldViolations"] == [{"field": "contents[0].role", "description": fault.message}]
 
 
-def test_a_field_is_not_named_twice() -> None:
+def test_field_is_not_named_twice() -> None:
     assert (
         message(Fault(kind="bad_request", message="contents is empty: send one", path="$.contents"))
         == "contents is empty: send one"
@@ -67,7 +69,8 @@ def test_a_field_is_not_named_twice() -> None:
     assert message(Fault(kind="bad_request", message="the body is empty", path="$")) == "the body is empty"
 
 
-def test_14_22_gemini_cli_is_told_when_to_come_back_where_it_reads() -> None:
+def test_14_22_retry_info_for_gemini_cli() -> None:
+    """Gemini CLI finds the delay of a retry where it reads it."""
     (detail,) = said(Fault(kind="overloaded", message="m", retry_after_s=7))["details"]
     assert detail == {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "7s"}
     assert said(Fault(kind="cancelled", message="m"))["details"][0]["retryDelay"] == "2s"

@@ -10,7 +10,8 @@ OURS = SESSION.call_id(3, 1)
 
 
 @pytest.mark.parametrize("name", ["go", "mcp__server__go", ""])
-def test_a_functions_name_before_our_id_is_taken_off(name: str) -> None:
+def test_function_prefix_of_id_is_removed(name: str) -> None:
+    """A function's name before our id is taken off."""
     assert to_node_id(f"{name}__{OURS}", name) == OURS
     assert to_node_id(OURS, name) == OURS
 
@@ -23,7 +24,7 @@ def test_ids_of_another_kind_pass_unchanged(other: str) -> None:
     assert to_node_id(other, "go") == other
 
 
-def test_a_signature_names_the_calls_of_its_turn() -> None:
+def test_signature_names_calls_of_turn() -> None:
     assert [signature_call_id(SESSION.signature(3), place) for place in (0, 1, 17)] == [
         SESSION.call_id(3, k) for k in (0, 1, 17)
     ]
@@ -33,5 +34,5 @@ def test_a_signature_names_the_calls_of_its_turn() -> None:
     "other",
     [None, "", "skip_thought_signature_validator", "c2ln", "not base64!", "ü", "MDAwMDAwYWJjZGVmMDEyMzQ="],
 )
-def test_a_signature_of_another_kind_names_nothing(other: str | None) -> None:
+def test_foreign_signature_names_nothing(other: str | None) -> None:
     assert signature_call_id(other, 0) is None

@@ -15,11 +15,12 @@ from polarnode.providers.google.shapes import Content, GenerateRequest, camel, r
         ("response_json_schema", "responseJsonSchema"),
     ],
 )
-def test_a_name_is_put_into_one_spelling(name: str, camels: str) -> None:
+def test_field_names_get_one_spelling(name: str, camels: str) -> None:
     assert camel(name) == camels == camel(camels)
 
 
-def test_what_is_passed_on_keeps_its_own_names() -> None:
+def test_arguments_keep_their_own_names() -> None:
+    """The arguments of calls keep their own names."""
     said: Json = {
         "parts": [{"function_call": {"name": "go", "args": {"file_path": 1, "a": {"b_c": 2}}}}],
         "role": "model",
@@ -32,7 +33,8 @@ def test_what_is_passed_on_keeps_its_own_names() -> None:
     assert unknown == ()
 
 
-def test_unknown_fields_are_told_once_for_a_whole_history() -> None:
+def test_unknown_fields_named_once() -> None:
+    """Unknown fields are named once for a whole history."""
     part: Json = {"text": "x", "flavour": 1}
     said: Json = {
         "contents": [{"parts": [part, part]}, {"parts": [part]}],
@@ -51,12 +53,13 @@ def test_unknown_fields_are_told_once_for_a_whole_history() -> None:
     assert found["generationConfig"] == {"topK": 1}
 
 
-def test_the_first_of_two_spellings_counts() -> None:
+def test_first_of_two_spellings_counts() -> None:
     assert respelled({"systemInstruction": "a", "system_instruction": "b"}, GenerateRequest)[0] == {
         "systemInstruction": "a"
     }
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], ["x", 1]])
-def test_what_is_no_object_is_left_to_the_shape(value: Json) -> None:
+def test_non_object_passes_unchanged(value: Json) -> None:
+    """A value that is no object is left to the shape to refuse."""
     assert respelled(value, GenerateRequest) == (value, ())

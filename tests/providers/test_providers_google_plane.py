@@ -46,7 +46,7 @@ def config(**said: Any) -> types.GenerateContentConfig:
     return types.GenerateContentConfig(thinking_config=types.ThinkingConfig(include_thoughts=True), **said)
 
 
-async def test_14_3_whole_and_streamed_say_the_same() -> None:
+async def test_14_3_whole_and_streamed_agree() -> None:
     here = stage(scripted("<think>|\nHm.\n|</think>|\n\nHello there."))
 
     def use(client: genai.Client) -> tuple[Any, list[Any]]:
@@ -70,7 +70,8 @@ async def test_14_3_whole_and_streamed_say_the_same() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(stream: bool) -> None:
+async def test_tool_result_extends_turn_exactly(stream: bool) -> None:
+    """A tool call and its result extend the turn token for token."""
     engine = scripted(CALLING, "It says hello.")
     here = stage(engine)
     said = config(tools=[types.Tool(function_declarations=[LOOK])])
@@ -94,7 +95,8 @@ async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(stream
     )
 
 
-async def test_tokens_are_counted_exactly_and_models_are_listed() -> None:
+async def test_token_count_and_model_list() -> None:
+    """Tokens are counted exactly, and models are listed."""
     engine = scripted("x")
     here = stage(engine)
 
@@ -110,7 +112,8 @@ async def test_tokens_are_counted_exactly_and_models_are_listed() -> None:
     assert len(here.turns) == 1
 
 
-async def test_14_21_a_long_context_is_refused_in_googles_words() -> None:
+async def test_14_21_long_context_in_google_words() -> None:
+    """A long context is refused in Google's words."""
     here = stage(scripted("x"))
 
     async with served(here.app) as base:
@@ -121,7 +124,8 @@ async def test_14_21_a_long_context_is_refused_in_googles_words() -> None:
     assert here.turns == []
 
 
-async def test_14_2_a_wrong_key_is_told_so_in_googles_words() -> None:
+async def test_14_2_wrong_key_in_google_words() -> None:
+    """A wrong key is told so in Google's words."""
     here = stage(scripted("x"))
 
     async with served(here.app) as base:
@@ -132,7 +136,8 @@ async def test_14_2_a_wrong_key_is_told_so_in_googles_words() -> None:
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")
 
 
-async def test_14_8_a_stream_that_fails_ends_in_googles_own_last_words() -> None:
+async def test_14_8_failed_stream_last_words() -> None:
+    """A stream that fails ends in Google's own last words."""
     engine = HandEngine()
     here = stage(engine)
     engine.give("Half a ")
@@ -157,7 +162,8 @@ async def test_14_8_a_stream_that_fails_ends_in_googles_own_last_words() -> None
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
-async def test_14_8_the_sdk_raises_what_broke_its_stream() -> None:
+async def test_14_8_sdk_raises_stream_error() -> None:
+    """The SDK raises what broke its stream."""
     engine = HandEngine()
     here = stage(engine)
     engine.give("Half a ")
@@ -171,7 +177,8 @@ async def test_14_8_the_sdk_raises_what_broke_its_stream() -> None:
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
-async def test_14_2_a_key_in_the_query_opens_and_a_stream_without_sse_is_an_array() -> None:
+async def test_14_2_query_key_and_array_stream() -> None:
+    """A key in the query opens, and a stream without SSE is an array."""
     here = stage(scripted("Hello there."))
     body = {"contents": {"parts": {"text": "hi"}}}
 

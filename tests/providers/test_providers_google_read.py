@@ -23,7 +23,7 @@ def configured(**fields: Any) -> ModelRequest:
     return read(generationConfig=fields)
 
 
-def test_a_small_request_asks_for_nothing_else() -> None:
+def test_small_request_asks_nothing_else() -> None:
     assert read() == ModelRequest(
         provider="google",
         model="m",
@@ -34,7 +34,8 @@ def test_a_small_request_asks_for_nothing_else() -> None:
     assert read().conversation.messages == (Message(role="user", text="hi"),)
 
 
-def test_14_16_the_name_stands_in_the_path_and_for_counting_in_the_body() -> None:
+def test_14_16_model_from_path_or_body() -> None:
+    """The name stands in the path, and for counting in the body."""
     assert read(RequestEnvelope(model="org/any")).model == "org/any"
     assert read(RequestEnvelope(), model="models/tiny").model == "tiny"
     assert read(RequestEnvelope(model="a"), model="b").model == "a"
@@ -44,14 +45,13 @@ def test_14_16_the_name_stands_in_the_path_and_for_counting_in_the_body() -> Non
     ("stream", "query", "sse"),
     [(True, "alt=sse", True), (True, "", False), (False, "alt=sse&key=k", True), (None, "alt=json", False)],
 )
-def test_14_3_the_path_says_whether_to_stream_and_the_query_how(
-    stream: bool | None, query: str, sse: bool
-) -> None:
+def test_14_3_stream_from_path_and_query(stream: bool | None, query: str, sse: bool) -> None:
+    """The path says whether to stream, and the query how."""
     found = read(RequestEnvelope(model="m", stream=stream, query=query))
     assert (found.stream, found.extras["sse"]) == (bool(stream), sse)
 
 
-def test_sampling() -> None:
+def test_sampling_settings_are_read() -> None:
     found = configured(
         temperature=1,
         topP=0.95,
@@ -90,7 +90,7 @@ def test_sampling() -> None:
         ({"presencePenalty": 2, "frequencyPenalty": -2}, Sampling(presence_penalty=2, frequency_penalty=-2)),
     ],
 )
-def test_what_the_numbers_mean(fields: dict[str, Any], sampling: Sampling) -> None:
+def test_special_values_of_sampling_numbers(fields: dict[str, Any], sampling: Sampling) -> None:
     assert configured(**fields).sampling == sampling
 
 
@@ -107,7 +107,8 @@ def test_what_the_numbers_mean(fields: dict[str, Any], sampling: Sampling) -> No
         ({"thinkingLevel": "HIGH"}, None, False),
     ],
 )
-def test_whether_to_think_and_whether_to_show_it(config: Any, thinking: bool | None, shown: bool) -> None:
+def test_thinking_and_its_visibility(config: Any, thinking: bool | None, shown: bool) -> None:
+    """Two settings say whether to think, and whether to show it."""
     found = configured(thinkingConfig=config)
     assert (found.conversation.thinking, found.extras["thoughts"]) == (thinking, shown)
 
@@ -153,7 +154,7 @@ def test_whether_to_think_and_whether_to_show_it(config: Any, thinking: bool | N
         ),
     ],
 )
-def test_what_the_answer_must_match(fields: dict[str, Any], constraint: Constraint | None) -> None:
+def test_constraints_of_the_answer(fields: dict[str, Any], constraint: Constraint | None) -> None:
     assert configured(**fields).constraint == constraint
 
 
@@ -166,7 +167,7 @@ def test_what_the_answer_must_match(fields: dict[str, Any], constraint: Constrai
         ({"responseLogprobs": True, "logprobs": 3}, 3),
     ],
 )
-def test_logprobs(fields: dict[str, Any], logprobs: int | None) -> None:
+def test_logprobs_settings_are_read(fields: dict[str, Any], logprobs: int | None) -> None:
     assert configured(**fields).logprobs == logprobs
 
 
@@ -174,11 +175,12 @@ def test_logprobs(fields: dict[str, Any], logprobs: int | None) -> None:
     ("fields", "choices"),
     [({}, 1), ({"candidateCount": 0}, 1), ({"candidateCount": 1}, 1), ({"candidateCount": 8}, 8)],
 )
-def test_how_many_answers(fields: dict[str, Any], choices: int) -> None:
+def test_candidate_count_sets_choices(fields: dict[str, Any], choices: int) -> None:
     assert configured(**fields).choices == choices
 
 
-def test_14_18_who_asks_is_said_in_opencodes_headers() -> None:
+def test_14_18_opencode_headers_name_agent() -> None:
+    """The headers of OpenCode say who asks."""
     assert read(RequestEnvelope(headers={"x-session-id": "c"})).hints == {
         "session": "c",
         "agent": "",
@@ -192,12 +194,12 @@ def test_14_18_who_asks_is_said_in_opencodes_headers() -> None:
     assert read(RequestEnvelope(headers={"x-goog-api-key": "k"})).hints == {}
 
 
-def test_code_that_ran_elsewhere_is_noted() -> None:
+def test_code_run_elsewhere_is_noted() -> None:
     said = {"role": "model", "parts": [{"executableCode": {"language": "PYTHON", "code": "1"}}]}
     assert read(contents=[*HI["contents"], said]).notes == (RAN_CODE_NOTE,)
 
 
-def test_a_subset_of_the_functions_is_noted() -> None:
+def test_subset_of_functions_is_noted() -> None:
     found = read(
         tools=[{"functionDeclarations": [{"name": "f"}, {"name": "g"}]}],
         toolConfig={"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["f", "g"]}},
@@ -220,13 +222,13 @@ def test_a_subset_of_the_functions_is_noted() -> None:
         },
     ],
 )
-def test_counting_takes_a_request_or_its_fields(body: dict[str, Any]) -> None:
+def test_counting_takes_request_or_fields(body: dict[str, Any]) -> None:
     found = GOOGLE.read(json.dumps(body).encode(), RequestEnvelope(model="m", operation="count_tokens"))
     assert [message.text for message in found.conversation.messages] == ["s", "hi"]
     assert found.ignored == ()
 
 
-def test_a_single_content_may_stand_without_its_list() -> None:
+def test_single_content_without_list() -> None:
     assert (
         read(contents={"parts": {"text": "x"}}, tools={"functionDeclarations": [{"name": "f"}]})
         .conversation.messages[0]
@@ -235,14 +237,15 @@ def test_a_single_content_may_stand_without_its_list() -> None:
     )
 
 
-def test_arguments_nested_too_deeply_are_refused() -> None:
+def test_deeply_nested_arguments_are_refused() -> None:
     deep = b'{"a":' * 400 + b"1" + b"}" * 400
     body = b'{"contents":[{"role":"model","parts":[{"functionCall":{"name":"f","args":' + deep + b"}}]}]}"
     with pytest.raises(Refused, match="too deeply"):
         GOOGLE.read(body, RequestEnvelope())
 
 
-def test_14_19_what_openclaw_says_only_of_the_moment_is_dropped() -> None:
+def test_14_19_openclaw_last_message_dropped() -> None:
+    """OpenClaw's message about the moment is dropped."""
     moment = {
         "role": "user",
         "parts": [

@@ -13,7 +13,8 @@ def converted(schema: dict[str, Json]) -> dict[str, Json]:
     return json_schema(schema, "$.here")
 
 
-def test_types_are_lower_case_and_keys_stay_in_their_order() -> None:
+def test_lower_case_types_keep_key_order() -> None:
+    """Types are lower-case, and keys stay in their order."""
     said: dict[str, Json] = {
         "type": "OBJECT",
         "required": ["path"],
@@ -74,7 +75,7 @@ def test_types_are_lower_case_and_keys_stay_in_their_order() -> None:
         ({}, {}),
     ],
 )
-def test_each_word_of_the_language(said: dict[str, Json], meant: dict[str, Json]) -> None:
+def test_each_schema_word_is_translated(said: dict[str, Json], meant: dict[str, Json]) -> None:
     assert converted(said) == meant
 
 
@@ -93,7 +94,7 @@ def test_json_schema_passes_unchanged() -> None:
     assert json.dumps(converted(said)) == json.dumps(said)
 
 
-def test_a_schema_without_end_is_refused() -> None:
+def test_endless_schema_is_refused() -> None:
     deep: dict[str, Json] = {"type": "STRING"}
     for _ in range(5000):
         deep = {"type": "ARRAY", "items": deep}

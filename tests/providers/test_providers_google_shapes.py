@@ -85,25 +85,27 @@ def refused(**fields: Any) -> Refused:
         ({"generationConfig": []}, "$.generationConfig"),
     ],
 )
-def test_what_can_not_be_taken_is_refused_with_its_path(fields: dict[str, Any], path: str) -> None:
+def test_unsupported_field_refused_with_path(fields: dict[str, Any], path: str) -> None:
+    """A field that cannot be served is refused with its path."""
     error = refused(**fields)
     assert error.path == path
     assert str(error)
 
 
-def test_a_body_without_contents_says_what_is_missing() -> None:
+def test_body_without_contents_names_them() -> None:
     with pytest.raises(Refused, match=r"^contents is missing") as caught:
         GOOGLE.read(b"{}", RequestEnvelope())
     assert caught.value.path == "$.contents"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b'"x"', b"{", b'{"contents": [NaN]}'])
-def test_what_is_no_request_is_refused(body: bytes) -> None:
+def test_malformed_body_is_refused(body: bytes) -> None:
     with pytest.raises(Refused):
         GOOGLE.read(body, RequestEnvelope())
 
 
-def test_14_13_unknown_fields_are_taken_and_told() -> None:
+def test_14_13_unknown_fields_are_named() -> None:
+    """Unknown fields are taken and named."""
     found = read(
         safetySettings=[{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
         labels={"a": "b"},
@@ -121,7 +123,7 @@ def test_14_13_unknown_fields_are_taken_and_told() -> None:
     assert found.conversation.tools == ()
 
 
-def test_snake_case_is_the_same_request() -> None:
+def test_snake_case_reads_the_same() -> None:
     camel = read(
         systemInstruction={"parts": [{"text": "s"}]},
         generationConfig={"topP": 0.5, "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 0}},
@@ -139,7 +141,7 @@ def test_snake_case_is_the_same_request() -> None:
 
 
 @pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode, lambda data: b64encode(data).rstrip(b"=")])
-def test_text_is_text_however_it_is_wrapped(encode: Any) -> None:
+def test_text_blob_in_any_encoding(encode: Any) -> None:
     assert (
         Blob(mimeType="text/markdown; charset=utf-8", data=encode("# Käse ÿþ>>>".encode()).decode()).text()
         == "# Käse ÿþ>>>"
@@ -184,7 +186,7 @@ def test_any_body_is_read_or_refused(body: Any, operation: Any) -> None:
         assert all(isinstance(message.text, str) for message in found.conversation.messages)
 
 
-def test_what_is_nested_too_deeply_is_named() -> None:
+def test_deep_nesting_is_named() -> None:
     deep: Any = 1
     for _ in range(300):
         deep = {"a": deep}

@@ -18,7 +18,8 @@ def declared(**fields: Any) -> Tool:
     return found
 
 
-def test_functions_of_all_tools_stand_in_their_order() -> None:
+def test_functions_keep_order_across_tools() -> None:
+    """The functions of all tools stand in their order."""
     one = shapes.ToolShape(functionDeclarations=(shapes.Declaration(name="a"), shapes.Declaration(name="b")))
     found = tools(
         (one, shapes.ToolShape(), shapes.ToolShape(functionDeclarations=(shapes.Declaration(name="c"),)))
@@ -26,7 +27,8 @@ def test_functions_of_all_tools_stand_in_their_order() -> None:
     assert [tool.name for tool in found] == ["a", "b", "c"]
 
 
-def test_json_schema_is_kept_letter_by_letter_and_googles_language_is_translated() -> None:
+def test_only_google_schemas_are_translated() -> None:
+    """JSON Schema is kept letter by letter, and Google's language is translated."""
     written = {"type": "object", "properties": {"b": {"type": ["string", "null"]}, "a": {"$ref": "#/x"}}}
     assert json.dumps(declared(parametersJsonSchema=written).parameters) == json.dumps(written)
     assert declared(parameters={"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}).parameters == {
@@ -37,7 +39,7 @@ def test_json_schema_is_kept_letter_by_letter_and_googles_language_is_translated
     assert declared(description="d").description == "d"
 
 
-def test_a_schema_that_can_not_be_read_is_named() -> None:
+def test_unreadable_schema_is_named() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
@@ -62,7 +64,7 @@ def test_a_schema_that_can_not_be_read_is_named() -> None:
         ("VALIDATED", ("f",), "auto", True),
     ],
 )
-def test_which_call_is_asked_for(
+def test_forced_call_by_mode_and_names(
     mode: str | None, names: tuple[str, ...] | None, choice: str, noted: bool
 ) -> None:
     config = shapes.ToolConfig(shapes.FunctionCallingConfig(mode=mode, allowedFunctionNames=names))
@@ -72,11 +74,11 @@ def test_which_call_is_asked_for(
 
 
 @pytest.mark.parametrize("config", [None, shapes.ToolConfig()])
-def test_nothing_asked_is_auto(config: shapes.ToolConfig | None) -> None:
+def test_default_tool_choice_is_auto(config: shapes.ToolConfig | None) -> None:
     assert tool_choice(config, ()) == ("auto", ())
 
 
-def test_what_is_not_declared_can_not_be_asked_for() -> None:
+def test_undeclared_function_cannot_be_forced() -> None:
     config = shapes.ToolConfig(shapes.FunctionCallingConfig(mode="ANY", allowedFunctionNames=("f", "h")))
     with pytest.raises(Refused, match="'h'") as caught:
         tool_choice(config, KNOWN)

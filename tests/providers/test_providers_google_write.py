@@ -84,7 +84,8 @@ def folded(found: list[Any], index: int = 0) -> list[Any]:
 # ── whole ─────────────────────────────────────────────────────────────────────
 
 
-def test_parts_stand_in_their_order_and_what_must_come_back_is_signed() -> None:
+def test_parts_in_order_and_signed() -> None:
+    """Parts stand in their order, and those that must come back are signed."""
     body = whole(ThinkingPart("hm"), TextPart("I go"), GO, TextPart("now"))
     (candidate,) = body["candidates"]
     assert candidate["content"]["role"] == "model"
@@ -104,7 +105,8 @@ def test_parts_stand_in_their_order_and_what_must_come_back_is_signed() -> None:
     assert (candidate["index"], candidate["finishReason"]) == (0, "STOP")
 
 
-def test_14_16_the_head_says_the_name_that_was_asked_for() -> None:
+def test_14_16_head_echoes_asked_name() -> None:
+    """The head says the name that was asked for."""
     body = whole(TextPart("x"))
     assert (body["modelVersion"], body["responseId"], body["createTime"]) == (
         "asked-for",
@@ -113,7 +115,8 @@ def test_14_16_the_head_says_the_name_that_was_asked_for() -> None:
     )
 
 
-def test_14_12_usage_is_true_and_thoughts_are_counted_apart() -> None:
+def test_14_12_usage_counts_thoughts_apart() -> None:
+    """Usage is true, and thoughts are counted apart."""
     assert whole(TextPart("x"))["usageMetadata"] == {
         "promptTokenCount": 10,
         "candidatesTokenCount": 3,
@@ -123,14 +126,14 @@ def test_14_12_usage_is_true_and_thoughts_are_counted_apart() -> None:
     }
 
 
-def test_thoughts_are_shown_only_to_who_asked_for_them() -> None:
+def test_thoughts_shown_only_when_asked() -> None:
     body = whole(ThinkingPart("hm"), TextPart("x"), call=QUIET)
     assert body["candidates"][0]["content"]["parts"] == [{"text": "x"}]
     assert body["usageMetadata"]["thoughtsTokenCount"] == 2
     assert whole(ThinkingPart("hm"), call=a_call())["candidates"][0]["content"]["parts"] == [{"text": ""}]
 
 
-def test_an_empty_answer_is_an_empty_text() -> None:
+def test_empty_answer_is_empty_text() -> None:
     assert whole()["candidates"][0]["content"]["parts"] == [{"text": ""}]
 
 
@@ -146,7 +149,9 @@ def test_an_empty_answer_is_an_empty_text() -> None:
         ("error", (), "MAX_TOKENS"),
     ],
 )
-def test_14_10_why_it_ended(reason: FinishReason, calls: tuple[ToolCall, ...], said: str) -> None:
+def test_14_10_finish_reason_of_each_ending(
+    reason: FinishReason, calls: tuple[ToolCall, ...], said: str
+) -> None:
     answer = Answer(parts=calls, finish_reason=reason)
     assert finish_reason(SSE, answer) == said
     assert finish_reason(evolve(SSE, calls_first=True), answer) == ("STOP" if calls else said)
@@ -167,7 +172,8 @@ def test_14_10_why_it_ended(reason: FinishReason, calls: tuple[ToolCall, ...], s
         ("*** Begin", b'{"input":"*** Begin"}'),
     ],
 )
-def test_arguments_are_an_object_and_as_sampled(arguments: str, meant: bytes) -> None:
+def test_arguments_are_sampled_objects(arguments: str, meant: bytes) -> None:
+    """Arguments are an object, as sampled."""
     assert dump_json(arguments_json(arguments)) == meant
 
 
@@ -193,7 +199,7 @@ LOGPROBS = (
 )
 
 
-def test_logprobs_are_shown_token_by_token() -> None:
+def test_logprobs_shown_per_token() -> None:
     answer = Answer(parts=(TextPart("ab"),), finish_reason="stop", logprobs=LOGPROBS)
     (candidate,) = json.loads(GOOGLE.whole(SSE, [answer], USAGE))["candidates"]
     assert candidate["logprobsResult"] == {
@@ -248,7 +254,7 @@ def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer, size:
     assert set(read.refs) == {call.id for call in meant.calls} | ({"c2ln"} if signed else set())
 
 
-def test_the_counts_stand_in_the_first_chunk_and_in_the_last() -> None:
+def test_counts_in_first_and_last_chunk() -> None:
     stream = GOOGLE.stream(SSE)
     (first,) = chunks(SSE, stream.start(prompt_tokens=10, cached_tokens=8))
     assert first["usageMetadata"] == {
@@ -262,7 +268,8 @@ def test_the_counts_stand_in_the_first_chunk_and_in_the_last() -> None:
 
 
 @pytest.mark.parametrize("call", [SSE, ARRAY])
-def test_14_5_a_sign_of_life_is_data_and_nothing_a_client_keeps(call: Any) -> None:
+def test_14_5_keepalive_is_unkept_data(call: Any) -> None:
+    """A sign of life is data, and nothing that a client keeps."""
     stream = GOOGLE.stream(call)
     alive = stream.keep_alive()
     assert alive
@@ -287,12 +294,13 @@ def test_no_chunk_is_without_parts() -> None:
     assert all(parts and all(parts) for parts in found)
 
 
-def test_the_kind_of_stream_is_the_clients_choice() -> None:
+def test_client_chooses_kind_of_stream() -> None:
     assert GOOGLE.stream(SSE).content_type == "text/event-stream"
     assert GOOGLE.stream(ARRAY).content_type == "application/json"
 
 
-def test_an_array_comes_piece_by_piece_and_is_closed() -> None:
+def test_array_stream_in_closed_pieces() -> None:
+    """An array comes piece by piece and is closed."""
     stream = GOOGLE.stream(ARRAY)
     sent = [
         stream.keep_alive(),
@@ -307,7 +315,7 @@ def test_an_array_comes_piece_by_piece_and_is_closed() -> None:
     assert sent[4].endswith(b"}\r\n]")
 
 
-def test_14_9_a_call_is_one_chunk() -> None:
+def test_14_9_call_is_one_chunk() -> None:
     stream = GOOGLE.stream(SSE)
     stream.start(prompt_tokens=1, cached_tokens=0)
     (chunk,) = chunks(SSE, stream.delta(GO))
@@ -315,7 +323,7 @@ def test_14_9_a_call_is_one_chunk() -> None:
     assert part["functionCall"]["args"]["to"] == "Köln"
 
 
-def test_each_choice_is_a_candidate_of_its_own() -> None:
+def test_each_choice_is_a_candidate() -> None:
     stream = GOOGLE.stream(SSE)
     sent = stream.start(prompt_tokens=1, cached_tokens=0)
     sent += (
@@ -335,21 +343,23 @@ def test_each_choice_is_a_candidate_of_its_own() -> None:
     ]
 
 
-def test_logprobs_come_with_their_text_and_held_back_ones_without() -> None:
+def test_logprobs_follow_text_or_hold_back() -> None:
+    """Logprobs come with their text, and held-back ones without."""
     stream = GOOGLE.stream(SSE)
     sent = stream.delta(TextDelta("", LOGPROBS[:1])) + stream.delta(TextDelta("ab", LOGPROBS[1:]))
     found = [chunk["candidates"][0].get("logprobsResult") for chunk in chunks(SSE, sent)][1:]
     assert [each["chosenCandidates"][0]["token"] for each in found] == ["a", "b"]
 
 
-def test_nothing_is_said_of_nothing() -> None:
+def test_empty_deltas_send_nothing() -> None:
     stream = GOOGLE.stream(QUIET)
     assert stream.delta(TextDelta("")) == b""
     assert stream.delta(ThinkingDelta("hidden")) == b""
     assert GOOGLE.stream(SSE).delta(ThinkingDelta("")) == b""
 
 
-def test_14_8_a_stream_that_failed_says_so_in_bare_json_and_has_no_end() -> None:
+def test_14_8_failed_stream_bare_json() -> None:
+    """A stream that failed says so in bare JSON and has no end."""
     stream = GOOGLE.stream(SSE)
     started = stream.start(prompt_tokens=1, cached_tokens=0)
     said = stream.failed(Fault(kind="engine_failed", message="The engine died."))
@@ -366,7 +376,8 @@ def error_bytes(said: bytes | FinalBytes | None) -> bytes:
     return said
 
 
-def test_14_8_an_array_that_failed_has_an_error_for_its_last_element_and_no_bracket() -> None:
+def test_14_8_failed_array_stays_open() -> None:
+    """An array that failed has an error for its last element, and no bracket."""
     stream = GOOGLE.stream(ARRAY)
     sent = stream.start(prompt_tokens=1, cached_tokens=0) + error_bytes(
         stream.failed(Fault(kind="cancelled", message="Later."))

@@ -36,7 +36,8 @@ def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_14_19_each_request_extends_the_one_before(harness: str) -> None:
+def test_14_19_requests_extend_each_other(harness: str) -> None:
+    """Each request extends the one before."""
     one, two, three = (load(harness, number)[1].conversation.messages for number in (1, 2, 3))
     assert two[: len(one)] == one
     assert three[: len(two)] == two
@@ -45,7 +46,8 @@ def test_14_19_each_request_extends_the_one_before(harness: str) -> None:
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_14_16_the_name_is_echoed_and_the_tools_are_read(harness: str) -> None:
+def test_14_16_name_echoed_tools_read(harness: str) -> None:
+    """The name is echoed, and the tools are read."""
     found, request, body = load(harness, 3)
     assert request.model == "local-model"
     assert request.conversation.tools
@@ -56,7 +58,7 @@ def test_14_16_the_name_is_echoed_and_the_tools_are_read(harness: str) -> None:
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_every_call_is_answered_by_its_result(harness: str) -> None:
+def test_each_result_answers_its_call(harness: str) -> None:
     messages = load(harness, 3)[1].conversation.messages
     calls = [call.id for message in messages for call in message.calls]
     assert [message.call_id for message in messages if message.role == "tool"] == calls
@@ -64,7 +66,7 @@ def test_every_call_is_answered_by_its_result(harness: str) -> None:
     assert calls == [ref for message in messages for ref in message.refs if ref in calls]
 
 
-def test_claude_code_loads_a_deferred_tool() -> None:
+def test_claude_code_loads_deferred_tool() -> None:
     before, after = (load("claude_code", number)[1] for number in (1, 2))
     assert [tool.name for tool in before.conversation.tools] == ["Bash", "ToolSearch", "Write"]
     # the head stays as it was: the tool is told where it was found
@@ -85,7 +87,8 @@ def test_claude_code_loads_a_deferred_tool() -> None:
     assert "billing" not in before.conversation.messages[0].text
 
 
-def test_codexs_tools_are_all_there_but_the_hosted_one() -> None:
+def test_codex_tools_without_hosted_one() -> None:
+    """Codex's tools are all there but the hosted one."""
     request = load("codex", 3)[1]
     assert [tool.name for tool in request.conversation.tools] == [
         "exec_command",

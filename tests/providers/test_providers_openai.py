@@ -28,13 +28,14 @@ def body_of(fault: Fault) -> Any:
         ("too_large", 413, "invalid_request_error", "request_too_large"),
     ],
 )
-def test_the_table(kind: FaultKind, status: int, type_: str, code: str | None) -> None:
+def test_kinds_map_to_openai_errors(kind: FaultKind, status: int, type_: str, code: str | None) -> None:
     fault = Fault(kind=kind, message="One sentence.")
     assert error(fault, conversation="messages").status == status
     assert body_of(fault) == {"message": "One sentence.", "type": type_, "param": None, "code": code}
 
 
-def test_14_21_a_long_context_is_told_in_the_words_harnesses_compact_on() -> None:
+def test_14_21_long_context_words() -> None:
+    """A long context is told in the words that harnesses compact on."""
     fault = Fault(kind="context_too_long", message="ours", prompt_tokens=40000, limit=32768)
     assert error(fault, conversation="messages").status == 400
     assert body_of(fault)["code"] == "context_length_exceeded"
@@ -46,7 +47,8 @@ def test_14_21_a_long_context_is_told_in_the_words_harnesses_compact_on() -> Non
 
 
 @pytest.mark.parametrize("field", ["messages", "input"])
-def test_a_long_context_names_the_apis_own_field(field: str) -> None:
+def test_long_context_names_api_field(field: str) -> None:
+    """A long context names the field of its own API."""
     assert (
         json.loads(error(Fault(kind="context_too_long", message="m"), conversation=field).body)["error"][
             "param"
@@ -55,14 +57,15 @@ def test_a_long_context_names_the_apis_own_field(field: str) -> None:
     )
 
 
-def test_the_path_is_param_as_openai_writes_it() -> None:
+def test_path_is_the_error_param() -> None:
     assert (
         body_of(Fault(kind="bad_request", message="m", path="$.messages[0].role"))["param"]
         == "messages[0].role"
     )
 
 
-def test_the_one_model_is_listed_and_shown_by_any_name() -> None:
+def test_model_listed_under_any_name() -> None:
+    """The one model is listed, and shown by any name."""
     served = ServedModel(id="m", context_length=4096, created=1)
     assert [entry["id"] for entry in json.loads(models(served))["data"]] == ["m"]
     shown = json.loads(model(served, name="other"))

@@ -8,7 +8,8 @@ from polarnode.providers.openai_chat import OPENAI_CHAT
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> None:
+def test_14_24_models_list_shows_context() -> None:
+    """The list of models has the served id and its context length."""
     body = json.loads(OPENAI_CHAT.models(SERVED))
     assert body["object"] == "list"
     (entry,) = body["data"]
@@ -16,9 +17,11 @@ def test_14_24_the_models_list_has_the_served_id_and_its_context_length() -> Non
     assert entry["max_model_len"] == entry["context_length"] == 4096
 
 
-def test_14_16_a_model_is_served_under_the_name_it_was_asked_by() -> None:
+def test_14_16_any_model_name_served() -> None:
+    """A model is served under the name it was asked by."""
     assert json.loads(OPENAI_CHAT.model(SERVED, name="gpt-x"))["id"] == "gpt-x"
 
 
-def test_this_api_counts_nothing_in_advance() -> None:
+def test_chat_cannot_count_tokens() -> None:
+    """This API counts nothing in advance."""
     assert OPENAI_CHAT.count(3) is None

@@ -53,7 +53,7 @@ def held(**said: Any) -> Constraint | None:
         ({"structured_outputs": {"choice": ["ja"]}}, Constraint(kind="ebnf", text='root ::= "ja"')),
     ],
 )
-def test_what_an_answer_must_match(said: dict[str, Any], found: Constraint | None) -> None:
+def test_constraints_in_every_spelling(said: dict[str, Any], found: Constraint | None) -> None:
     assert held(**said) == found
 
 
@@ -85,16 +85,15 @@ def test_what_an_answer_must_match(said: dict[str, Any], found: Constraint | Non
         ),
     ],
 )
-def test_what_can_not_be_held_to_is_refused_with_its_path(
-    said: dict[str, Any], path: str, sentence: str
-) -> None:
+def test_unsupported_constraint_refused_with_path(said: dict[str, Any], path: str, sentence: str) -> None:
+    """A constraint that cannot be enforced is refused with its path."""
     with pytest.raises(Refused) as caught:
         held(**said)
     assert caught.value.path == path
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_schema_nested_without_end_is_refused() -> None:
+def test_endless_schema_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(300):
         schema = {"not": schema}

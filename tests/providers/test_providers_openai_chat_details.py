@@ -37,9 +37,10 @@ def shown(request: ModelRequest) -> Any:
     "fields",
     [{"reasoning": {"enabled": True}}, {"reasoning": {"effort": "low"}}, {"include_reasoning": True}],
 )
-def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back(
+def test_openrouter_client_echoes_the_reference(
     fields: dict[str, Any],
 ) -> None:
+    """A client of OpenRouter's dialect is given the reference and gives it back."""
     request = parsed_request(**fields)
     given = shown(request)
     assert [detail["data"] for detail in given] == ["signed-by-us"]
@@ -53,14 +54,15 @@ def test_who_speaks_openrouters_dialect_is_given_the_reference_and_gives_it_back
     "fields",
     [{}, {"reasoning_effort": "low"}, {"include_reasoning": False}, {"reasoning": {"enabled": True}, "n": 2}],
 )
-def test_nobody_else_is(fields: dict[str, Any]) -> None:
+def test_other_clients_get_no_details(fields: dict[str, Any]) -> None:
     request = parsed_request(**fields)
     answers = (ANSWER,) * request.choices
     body = whole(call_of(request), answers, Usage()) + ChatStream(call_of(request)).end(answers, Usage())
     assert REASONING_DETAILS.encode() not in body
 
 
-def test_a_stream_says_it_once_with_its_end() -> None:
+def test_stream_sends_details_at_end() -> None:
+    """A stream gives the details once, with its end."""
     call = call_of(evolve(parsed_request(include_reasoning=True), stream=True))
     sent = ChatStream(call).end((ANSWER,), Usage())
     chunks = [json.loads(line[6:]) for line in sent.split(b"\n\n") if line.startswith(b"data: {")]
@@ -71,5 +73,5 @@ def test_a_stream_says_it_once_with_its_end() -> None:
 
 
 @pytest.mark.parametrize("echoed", [None, "x", {}, [None, 3, {"data": 5}, {"id": ""}]])
-def test_what_is_no_detail_names_nothing(echoed: Any) -> None:
+def test_malformed_details_name_nothing(echoed: Any) -> None:
     assert list(detail_refs(echoed)) == []

@@ -34,7 +34,8 @@ def told(*messages: dict[str, Any]) -> tuple[Message, ...]:
         ([{"type": "text", "text": ""}], ""),
     ],
 )
-def test_14_14_content_is_a_string_or_parts_for_every_role(role: str, content: Any, text: str) -> None:
+def test_14_14_content_string_or_parts(role: str, content: Any, text: str) -> None:
+    """Content is a string or parts, for every role."""
     shape = {"role": role, "content": content} | ({"tool_call_id": "call_1"} if role == "tool" else {})
     (message,) = told(shape)
     assert message.text == text
@@ -42,18 +43,19 @@ def test_14_14_content_is_a_string_or_parts_for_every_role(role: str, content: A
     assert message.call_id == ("call_1" if role == "tool" else None)
 
 
-def test_a_message_without_content_is_empty() -> None:
+def test_message_without_content_is_empty() -> None:
     assert told({"role": "user"}, {"role": "assistant"}) == (Message(role="user"), Message(role="assistant"))
 
 
-def test_parts_are_lines_but_an_answers_parts_are_one_text() -> None:
+def test_assistant_parts_join_without_newline() -> None:
+    """Parts are lines, but the parts of an answer are one text."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert told({"role": "user", "content": parts})[0].text == "a\nb"
     assert told({"role": "assistant", "content": parts})[0].text == "ab"
     assert told({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})[0].text == "no"
 
 
-def test_messages_stay_one_to_one_and_in_order() -> None:
+def test_messages_keep_number_and_order() -> None:
     roles = ["system", "user", "user", "system", "assistant", "assistant", "developer"]
     found = told(*({"role": role, "content": str(index)} for index, role in enumerate(roles)))
     assert [message.role for message in found] == [
@@ -82,25 +84,27 @@ def call(arguments: Any, **extra: Any) -> dict[str, Any]:
         (None, "{}"),
     ],
 )
-def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: str) -> None:
+def test_14_19_arguments_keep_client_spelling(written: Any, kept: str) -> None:
+    """Arguments are kept as the client wrote them."""
     (message,) = told({"role": "assistant", "content": None, "tool_calls": [call(written, index=0)]})
     assert message.calls == (ToolCall(id="call_a1", name="go", arguments=kept),)
     assert message.refs == ("call_a1",)
 
 
-def test_no_calls_may_be_null_or_empty() -> None:
+def test_null_calls_equal_no_calls() -> None:
     assert told({"role": "assistant", "content": "x", "tool_calls": None}) == told(
         {"role": "assistant", "content": "x", "tool_calls": []}
     )
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-def test_thinking_comes_back_under_either_name(field: str) -> None:
+def test_thinking_under_either_field_name(field: str) -> None:
     assert told({"role": "assistant", "content": "x", field: "hm\n"})[0].thinking == "hm\n"
     assert told({"role": "assistant", "content": "x", field: {"effort": "low"}})[0].thinking == ""
 
 
-def test_every_opaque_id_of_an_assistant_message_is_a_reference() -> None:
+def test_opaque_ids_are_references() -> None:
+    """Every opaque id of an assistant message is a reference."""
     details = [
         {"type": "reasoning.encrypted", "data": "ZGF0YQ==", "id": "rs_1"},
         {"type": "reasoning.text", "text": "hm", "signature": "c2ln"},
@@ -116,7 +120,7 @@ def test_every_opaque_id_of_an_assistant_message_is_a_reference() -> None:
     assert message.refs == ("call_a1", "rs_1", "ZGF0YQ==", "c2ln")
 
 
-def test_sampling_says_what_the_client_said() -> None:
+def test_sampling_is_what_client_said() -> None:
     assert asked().sampling == Sampling()
     said: dict[str, Any] = {
         "temperature": 0,
@@ -136,7 +140,8 @@ def test_sampling_says_what_the_client_said() -> None:
     assert asked(max_tokens=4096.0).sampling.max_tokens == 4096
 
 
-def test_several_answers_logprobs_and_one_call_at_a_time() -> None:
+def test_choices_logprobs_and_one_call() -> None:
+    """Settings ask for several answers, for logprobs and for one call at a time."""
     plain = asked()
     assert (plain.choices, plain.logprobs, plain.one_call, plain.constraint) == (1, None, False, None)
     assert asked(n=3).choices == 3
@@ -149,18 +154,19 @@ def test_several_answers_logprobs_and_one_call_at_a_time() -> None:
     )
 
 
-def test_an_answer_is_held_to_a_schema() -> None:
+def test_schema_constrains_the_answer() -> None:
     assert asked(response_format={"type": "json_object"}).constraint == Constraint(
         kind="json_schema", text='{"type":"object"}'
     )
 
 
-def test_a_refusal_comes_back_as_text() -> None:
+def test_echoed_refusal_is_text() -> None:
     assert told({"role": "assistant", "content": None, "refusal": "I can not."})[0].text == "I can not."
     assert told({"role": "assistant", "content": "x", "refusal": None})[0].text == "x"
 
 
-def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
+def test_14_19_openclaw_last_message_dropped() -> None:
+    """OpenClaw's last message is left out and named."""
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec"
         " sessions:\nnone\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
@@ -170,14 +176,15 @@ def test_14_19_openclaws_last_message_is_left_out_and_named() -> None:
     assert request.ignored == ("$.messages[-1]",)
 
 
-def test_14_12_usage_is_streamed_only_when_asked_for() -> None:
+def test_14_12_streamed_usage_on_request() -> None:
+    """Usage is streamed only when it is asked for."""
     assert (asked().stream, asked().include_usage) == (False, False)
     assert (asked(stream=True).stream, asked(stream=True).include_usage) == (True, False)
     assert asked(stream=True, stream_options={"include_usage": True}).include_usage
     assert not asked(stream=True, stream_options={"include_usage": False}).include_usage
 
 
-def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
+def test_14_16_asked_name_is_kept() -> None:
     assert (asked().model, asked(model="from-path").model, asked().provider) == (
         "m",
         "from-path",
@@ -197,17 +204,17 @@ def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
         ({"x-litellm-session-id": "c"}, {"session": "c", "agent": "", "parent": ""}),
     ],
 )
-def test_14_18_headers_say_which_agent_asks(headers: dict[str, str], hints: dict[str, str]) -> None:
+def test_14_18_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
     assert asked(headers=headers).hints == hints
 
 
-def test_a_part_that_is_no_text_is_never_left_out_silently() -> None:
+def test_part_without_text_is_refused() -> None:
     """Its shape refuses it with the path; this is the second lock, for whoever loosens the first."""
     with validators.disabled(), pytest.raises(Refused, match="reads text only"):
         told({"role": "user", "content": [{"type": "image_url"}]})
 
 
-def test_a_call_that_came_without_an_id_is_echoed_without_one() -> None:
+def test_echoed_call_without_id() -> None:
     """Harnesses keep no id where none was given (harnesses.md 12, `noid`), and their requests are served like
     any other.
     """

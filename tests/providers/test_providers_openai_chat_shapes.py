@@ -104,7 +104,7 @@ def refusal(**changes: Any) -> tuple[str, str | None]:
         ),
     ],
 )
-def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence: str) -> None:
+def test_unsupported_setting_is_refused(changes: dict[str, Any], path: str, sentence: str) -> None:
     assert refusal(**changes) == (sentence, path)
 
 
@@ -147,11 +147,13 @@ def test_a_setting_we_can_not_serve(changes: dict[str, Any], path: str, sentence
         ),
     ],
 )
-def test_a_message_we_can_not_show_the_model(message: dict[str, Any], path: str, sentence: str) -> None:
+def test_unsupported_message_is_refused(message: dict[str, Any], path: str, sentence: str) -> None:
+    """A message that cannot be shown to the model is refused."""
     assert refusal(messages=[HI, message]) == (sentence, path)
 
 
-def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
+def test_image_in_result_is_described() -> None:
+    """An image that a tool found is described and ends nothing."""
     found = {
         "role": "tool",
         "tool_call_id": "c",
@@ -164,7 +166,8 @@ def test_an_image_a_tool_found_is_told_and_ends_nothing() -> None:
     )
 
 
-def test_an_unknown_role_or_part_is_told_which_are_known() -> None:
+def test_unknown_role_refusal_lists_known() -> None:
+    """An unknown role or part is told which are known."""
     sentence, path = refusal(messages=[{"role": "function", "name": "f", "content": "x"}])
     assert path == "$.messages[0]"
     assert "'assistant', 'developer', 'system', 'tool', 'user', not 'function'" in sentence
@@ -173,7 +176,8 @@ def test_an_unknown_role_or_part_is_told_which_are_known() -> None:
     assert "not 'hologram'" in sentence
 
 
-def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
+def test_14_13_unknown_fields_at_every_depth() -> None:
+    """Unknown fields are taken at every depth."""
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [part], "name": "n", "provider_specific_fields": {"refusal": None}}
     body = {
@@ -189,13 +193,15 @@ def test_14_13_unknown_fields_are_taken_at_every_depth() -> None:
     assert read.ignored == ("$.store", "$.prompt_cache_key", "$.logit_bias", "$.metadata")
 
 
-def test_every_field_but_model_and_messages_may_be_null() -> None:
+def test_optional_fields_may_be_null() -> None:
+    """Every field but the model and the messages may be null."""
     nulls: dict[str, Any] = {str(field.alias): None for field in fields(ChatRequest)}
     request = structure(nulls | {"model": "m", "messages": [HI]}, ChatRequest)
     assert request == structure({"model": "m", "messages": [HI]}, ChatRequest)
 
 
-def test_asking_for_text_and_for_one_answer_is_nothing_special() -> None:
+def test_default_settings_are_not_noted() -> None:
+    """Asking for text and for one answer is nothing special."""
     body = {
         "model": "m",
         "messages": [HI],

@@ -43,20 +43,21 @@ def asked(**changes: Any) -> Any:
         ({"reasoning_effort": "high"}, None, ("$.reasoning_effort",)),
     ],
 )
-def test_thinking_is_switched_only_by_who_says_so(
+def test_only_explicit_words_switch_thinking(
     changes: dict[str, Any], thinking: bool | None, ignored: tuple[str, ...]
 ) -> None:
+    """Thinking is switched only by a client that says so."""
     request = asked(**changes)
     assert (request.conversation.thinking, request.ignored) == (thinking, ignored)
 
 
-def test_a_word_that_is_no_yes_or_no_is_refused() -> None:
+def test_non_boolean_thinking_is_refused() -> None:
     with pytest.raises(Refused, match="enable_thinking must be true or false or null, not 'no'") as caught:
         asked(chat_template_kwargs={"enable_thinking": "no"})
     assert caught.value.path == "$.chat_template_kwargs.enable_thinking"
 
 
-def test_an_effort_is_named_among_what_is_not_used() -> None:
+def test_unused_effort_is_named() -> None:
     shape = structure(
         {
             "model": "m",

@@ -22,7 +22,8 @@ def asked(**changes: Any) -> ModelRequest:
     return read(json.dumps({"model": "m", "messages": [HI]} | changes).encode(), headers={}, model=None)
 
 
-def test_14_15_tools_the_model_can_not_call_are_dropped_and_named() -> None:
+def test_14_15_uncallable_tools_are_named() -> None:
+    """Tools that the model cannot call are dropped and named."""
     function: dict[str, Any] = {
         "name": "go",
         "description": None,
@@ -44,7 +45,8 @@ def test_14_15_tools_the_model_can_not_call_are_dropped_and_named() -> None:
     assert request.ignored == ("$.tools[0]", "$.tools[1].function.strict", "$.tools[2]")
 
 
-def test_14_15_a_custom_tool_is_shown_as_a_function_of_one_string_with_its_grammar() -> None:
+def test_14_15_custom_tool_is_function() -> None:
+    """A custom tool is shown as a function of one string, with its grammar."""
     request = asked(tools=[PATCH, NOTE])
     patch, note = request.conversation.tools
     assert (patch.name, patch.description) == (
@@ -65,7 +67,8 @@ def test_14_15_a_custom_tool_is_shown_as_a_function_of_one_string_with_its_gramm
         ("[" * 5000, "[" * 5000),
     ],
 )
-def test_a_call_of_a_custom_tool_is_answered_as_custom_whole_and_streamed(arguments: str, shown: str) -> None:
+def test_custom_call_is_answered_custom(arguments: str, shown: str) -> None:
+    """A call of a custom tool is answered as custom, whole and streamed."""
     conversation = Conversation(
         messages=(Message(role="user", text="hi"),), tools=asked(tools=[PATCH]).conversation.tools
     )
@@ -78,7 +81,8 @@ def test_a_call_of_a_custom_tool_is_answered_as_custom_whole_and_streamed(argume
     assert chunk["choices"][0]["delta"]["tool_calls"] == [{"index": 0} | spelled]
 
 
-def test_an_echoed_custom_call_is_the_call_that_was_made() -> None:
+def test_echoed_custom_call_reads_back() -> None:
+    """An echoed custom call is the call that was made."""
     calls = [
         {"id": "call_1", "type": "custom", "custom": {"name": "patch", "input": "aa\nö"}},
         {"id": "call_2", "function": {"name": "go"}},
@@ -103,7 +107,7 @@ def test_an_echoed_custom_call_is_the_call_that_was_made() -> None:
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}, "required"),
     ],
 )
-def test_tool_choice(choice: Any, word: str) -> None:
+def test_tool_choice_words_and_notes(choice: Any, word: str) -> None:
     tools = [{"type": "function", "function": {"name": "go"}}, PATCH]
     assert asked(tools=tools, tool_choice=choice).conversation.tool_choice == word
 
@@ -116,13 +120,14 @@ def test_tool_choice(choice: Any, word: str) -> None:
         ({"tool_choice": {"type": "custom", "custom": {"name": "gone"}}}, "$.tool_choice.custom.name"),
     ],
 )
-def test_a_tool_that_is_none_is_refused(changes: dict[str, Any], path: str) -> None:
+def test_malformed_tool_is_refused(changes: dict[str, Any], path: str) -> None:
     with pytest.raises(Refused) as caught:
         asked(**changes)
     assert caught.value.path == path
 
 
-def test_a_call_of_a_tool_nobody_gave_is_a_function_call() -> None:
+def test_undeclared_tool_is_function_call() -> None:
+    """A call of an undeclared tool is a function call."""
     call = ToolCall(id="call_1", name="gone", arguments="{}")
     assert call_json(call, ()) == {
         "id": "call_1",

@@ -40,7 +40,7 @@ def deltas(sent: bytes) -> list[Any]:
     return [event["choices"][0]["delta"] for event in events(sent) if event != "[DONE]" and event["choices"]]
 
 
-def test_a_whole_answer() -> None:
+def test_whole_answer_in_chat_shape() -> None:
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("I go."), GO, STAY), finish_reason="tool_calls")
     body = json.loads(whole(CALL, [answer], USAGE))
     assert (body["id"], body["object"], body["created"], body["model"]) == (
@@ -69,7 +69,7 @@ def test_a_whole_answer() -> None:
     }
 
 
-def test_content_is_null_only_beside_calls() -> None:
+def test_content_null_only_beside_calls() -> None:
     only_call = json.loads(whole(CALL, [Answer(parts=(GO,), finish_reason="tool_calls")], USAGE))
     assert only_call["choices"][0]["message"]["content"] is None
     nothing = json.loads(whole(CALL, [Answer(parts=(), finish_reason="stop")], USAGE))
@@ -89,7 +89,7 @@ def test_content_is_null_only_beside_calls() -> None:
         ("tool_calls", True, "tool_calls"),
     ],
 )
-def test_14_10_why_an_answer_ended(reason: FinishReason, calls: bool, word: str) -> None:
+def test_14_10_finish_reason_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
     answer = Answer(parts=(GO,) if calls else (TextPart("x"),), finish_reason=reason)
     assert json.loads(whole(CALL, [answer], USAGE))["choices"][0]["finish_reason"] == word
     assert events(ChatStream(CALL).end([answer], USAGE))[1]["choices"][0]["finish_reason"] == word
@@ -97,7 +97,8 @@ def test_14_10_why_an_answer_ended(reason: FinishReason, calls: bool, word: str)
     assert calls_first["choices"][0]["finish_reason"] == ("tool_calls" if calls else word)
 
 
-def test_14_9_a_call_is_one_chunk_with_id_name_and_all_arguments() -> None:
+def test_14_9_call_is_one_chunk() -> None:
+    """A call is one chunk with id, name and all arguments."""
     stream = ChatStream(CALL)
     stream.start(prompt_tokens=10, cached_tokens=0)
     assert deltas(stream.delta(GO)) == [
@@ -115,7 +116,7 @@ def test_14_9_a_call_is_one_chunk_with_id_name_and_all_arguments() -> None:
     assert deltas(stream.delta(STAY))[0]["tool_calls"][0]["index"] == 1
 
 
-def test_a_stream_in_order() -> None:
+def test_stream_chunks_in_order() -> None:
     stream = ChatStream(CALL)
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (
@@ -150,13 +151,14 @@ def test_14_10_terminal_markers() -> None:
     assert end[-3]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_14_12_no_usage_chunk_unless_asked_for() -> None:
+def test_14_12_no_unasked_usage_chunk() -> None:
     end = events(ChatStream(QUIET).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert all("usage" not in event for event in end[:-1])
     assert end[-1] == "[DONE]"
 
 
-def test_14_5_keep_alive_is_data_and_legal_before_the_start() -> None:
+def test_14_5_keepalive_before_the_start() -> None:
+    """A keep-alive is data, and legal before the start."""
     stream = ChatStream(CALL)
     assert deltas(stream.keep_alive()) == [{"role": "assistant", "content": ""}]
     assert deltas(stream.keep_alive()) == [{}]
@@ -165,18 +167,20 @@ def test_14_5_keep_alive_is_data_and_legal_before_the_start() -> None:
     assert deltas(stream.keep_alive()) == [{}]
 
 
-def test_14_8_a_stream_that_fails_is_broken_never_ended() -> None:
+def test_14_8_failed_stream_is_broken() -> None:
+    """A stream that fails is broken, never ended."""
     stream = ChatStream(CALL)
     assert stream.failed(Fault(kind="engine_failed", message="m")) is None
     stream.delta(TextDelta("half"))
     assert stream.failed(Fault(kind="engine_failed", message="m")) is None
 
 
-def test_14_11_an_id_is_sent_as_it_was_minted() -> None:
+def test_14_11_id_sent_as_minted() -> None:
     assert deltas(ChatStream(CALL).delta(GO))[1]["tool_calls"][0]["id"] == GO.id
 
 
-def test_several_answers_each_have_their_index_whole_and_streamed() -> None:
+def test_answers_have_their_index() -> None:
+    """Several answers each have their index, whole and streamed."""
     call = a_call(choices=2)
     answers = [
         Answer(parts=(TextPart("x"),), finish_reason="stop"),
@@ -203,7 +207,7 @@ def test_several_answers_each_have_their_index_whole_and_streamed() -> None:
     assert [chunk["finish_reason"] for chunk in chunks[-2:]] == ["stop", "tool_calls"]
 
 
-def test_logprobs_are_written_as_openai_writes_them() -> None:
+def test_logprobs_in_openai_shape() -> None:
     euro = "€".encode()
     tokens = (
         TokenLogprob(

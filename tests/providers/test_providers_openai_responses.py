@@ -33,19 +33,20 @@ def said(text: str) -> Answer:
     return Answer(parts=(TextPart(text),), finish_reason="stop")
 
 
-def test_14_24_the_models_list_is_the_one_of_the_other_openai_dialect() -> None:
+def test_14_24_models_list_as_in_chat() -> None:
+    """The list of models is that of the other OpenAI dialect."""
     assert OPENAI_RESPONSES.models(SERVED) == OPENAI_CHAT.models(SERVED)
     assert OPENAI_RESPONSES.model(SERVED, name="gpt-x") == OPENAI_CHAT.model(SERVED, name="gpt-x")
 
 
-def test_tokens_are_counted() -> None:
+def test_count_is_input_tokens() -> None:
     assert json.loads(OPENAI_RESPONSES.count(3) or b"") == {
         "object": "response.input_tokens",
         "input_tokens": 3,
     }
 
 
-def test_an_answer_is_remembered_until_it_is_asked_for() -> None:
+def test_answer_continues_previous_response() -> None:
     memory = SessionMemory()
     answered(memory, 1, input="hi", instructions="Code.")
     answered(memory, 2, input="on", previous_response_id="resp_1")
@@ -59,21 +60,23 @@ def test_an_answer_is_remembered_until_it_is_asked_for() -> None:
     ]
 
 
-def test_nothing_is_remembered_of_who_does_not_want_it() -> None:
+def test_unstored_response_is_not_remembered() -> None:
+    """Nothing is remembered for a client that does not want it."""
     memory = SessionMemory()
     answered(memory, 1, input="hi", store=False)
     with pytest.raises(Refused, match="not known here"):
         read(memory, input="on", previous_response_id="resp_1")
 
 
-def test_14_20_what_goes_on_from_a_compaction_begins_with_it() -> None:
+def test_14_20_continuation_starts_at_compaction() -> None:
+    """A conversation that goes on from a compaction begins with it."""
     memory = SessionMemory()
     answered(memory, 1, input=[*USERS, {"type": "compaction_trigger"}])
     found = read(memory, input="end", previous_response_id="resp_1").conversation.messages
     assert [message.text for message in found] == [retold("Said."), "end"]
 
 
-def test_a_whole_answer_is_of_one_choice() -> None:
+def test_whole_answer_has_one_choice() -> None:
     request = read(SessionMemory(), input="hi")
     body = json.loads(
         OPENAI_RESPONSES.whole(

@@ -5,7 +5,7 @@ from polarnode.merge.roles import holds_summary
 from polarnode.providers.openai_responses.history import INSTRUCTION, retold
 
 
-def test_14_20_what_stands_for_a_history_is_known_as_that() -> None:
+def test_14_20_summary_is_recognised() -> None:
     """Lineage then says why the conversation begins anew."""
     assert holds_summary(
         (Message(role="system", text="Code."), Message(role="user", text=retold("We did it.")))
@@ -14,5 +14,5 @@ def test_14_20_what_stands_for_a_history_is_known_as_that() -> None:
     assert retold(" ").endswith("(It wrote nothing.)")
 
 
-def test_the_model_is_asked_for_text() -> None:
+def test_instruction_forbids_tool_calls() -> None:
     assert "Do not call any tools" in INSTRUCTION

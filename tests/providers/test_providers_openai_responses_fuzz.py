@@ -211,7 +211,8 @@ def test_an_item_that_is_read_alone_is_as_one_in_its_place(sent: list[Any]) -> N
     assert found_in(sent, alone=True) == found_in(sent, alone=False)
 
 
-def test_sealed_items_have_room_together_whether_they_are_known_or_not() -> None:
+def test_sealed_items_share_one_bound() -> None:
+    """Sealed items have room together, whether they are known or not."""
     for sent in ([SEALED[3], SEALED[3], SEALED[1]], [SEALED[2], SEALED[2], SEALED[3], SEALED[1]]):
         assert found_in(sent, alone=True) == found_in(sent, alone=False)
 

@@ -68,11 +68,11 @@ def turn(**said: str) -> dict[str, str]:
         ({"session-id": "s"} | turn(request_kind="else"), {"session": "s"}),
     ],
 )
-def test_14_18_headers_say_which_agent_asks(headers: dict[str, str], found: dict[str, str]) -> None:
+def test_14_18_headers_name_the_agent(headers: dict[str, str], found: dict[str, str]) -> None:
     assert asked(headers) == (NOBODY | found if found else {})
 
 
-def test_the_body_says_it_too() -> None:
+def test_body_names_the_session_too() -> None:
     assert asked({}, prompt_cache_key="k") == NOBODY | {"session": "k"}
     assert asked({}, prompt_cache_key=5, client_metadata="x") == {}
     assert asked({"session-id": "s"}, prompt_cache_key="k") == NOBODY | {"session": "s"}
@@ -80,7 +80,8 @@ def test_the_body_says_it_too() -> None:
     assert asked({}, client_metadata=metadata) == NOBODY | {"session": "s", "kind": "compaction"}
 
 
-def test_14_17_a_request_that_compacts_says_so_itself() -> None:
+def test_14_17_compaction_names_its_kind() -> None:
+    """A request that compacts says so itself."""
     assert asked({}, compacts=True) == NOBODY | {"kind": "compaction"}
     assert asked({"session-id": "s"} | turn(request_kind="turn"), compacts=True) == NOBODY | {
         "session": "s",

@@ -41,13 +41,14 @@ def kept(memory: SessionMemory, number: int, items: list[Any]) -> StoredInput:
     return found
 
 
-def test_an_answer_is_its_input_and_its_output() -> None:
+def test_answer_holds_input_and_output() -> None:
     memory = SessionMemory()
     kept(memory, 1, [said("a"), said("ü")])
     assert previous(memory, "resp_1") == [said("a"), said("ü"), answer(1)]
 
 
-def test_a_client_that_sends_everything_every_time_adds_only_what_is_new() -> None:
+def test_full_resend_adds_only_new() -> None:
+    """A client that sends everything every time adds only what is new."""
     memory, items = SessionMemory(), [said("x" * 10_000)]
     for number in range(1, 6):
         found = kept(memory, number, items)
@@ -57,7 +58,8 @@ def test_a_client_that_sends_everything_every_time_adds_only_what_is_new() -> No
         items = [*items, {**answer(number), "status": "completed"}, said(str(number))]
 
 
-def test_a_client_that_builds_on_answers_adds_only_what_is_new() -> None:
+def test_previous_response_adds_only_new() -> None:
+    """A client that builds on answers adds only what is new."""
     memory = SessionMemory()
     kept(memory, 1, [said("x" * 10_000)])
     for number in range(2, 6):
@@ -66,7 +68,8 @@ def test_a_client_that_builds_on_answers_adds_only_what_is_new() -> None:
         assert previous(memory, f"resp_{number}") == [*items, answer(number)]
 
 
-def test_agents_that_take_turns_each_find_their_own() -> None:
+def test_interleaved_agents_find_their_own() -> None:
+    """Agents that take turns each find their own history."""
     memory = SessionMemory()
     lines: dict[str, list[Any]] = {name: [said(name * 1000)] for name in "abc"}
     for number in range(1, 13):
@@ -77,21 +80,22 @@ def test_agents_that_take_turns_each_find_their_own() -> None:
     assert previous(memory, "resp_c")[0] == said("a" * 1000)
 
 
-def test_a_changed_history_is_kept_whole() -> None:
+def test_changed_history_is_kept_whole() -> None:
     memory = SessionMemory()
     kept(memory, 1, [said("a"), said("b")])
     assert kept(memory, 2, [said("A"), said("b"), said("c")]).base is None
     assert previous(memory, "resp_2") == [said("A"), said("b"), said("c"), answer(2)]
 
 
-def test_the_same_input_twice_adds_nothing() -> None:
+def test_same_input_twice_adds_nothing() -> None:
     memory = SessionMemory()
     kept(memory, 1, [said("a")])
     assert kept(memory, 2, [said("a")]).added == "[]"
     assert previous(memory, "resp_2") == [said("a"), answer(2)]
 
 
-def test_a_chain_as_long_as_memory_is_read_without_recursion() -> None:
+def test_long_chain_reads_without_recursion() -> None:
+    """A chain as long as the memory is read without recursion."""
     memory = SessionMemory()
     assert sys.getrecursionlimit() < REMEMBERED
     for number in range(1, REMEMBERED):
@@ -102,7 +106,7 @@ def test_a_chain_as_long_as_memory_is_read_without_recursion() -> None:
     assert [item["content"] for item in found[:-1]] == [str(number) for number in range(1, REMEMBERED)]
 
 
-def test_what_is_forgotten_is_not_made_up() -> None:
+def test_forgotten_head_is_unknown_answer() -> None:
     """The head of a chain falls out of memory: an answer built on it is not known any more, as half of what
     was said would be a lie.
     """
@@ -120,14 +124,14 @@ def test_what_is_forgotten_is_not_made_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["resp_1", "", history._HEADS_NAME, "another dialect's"])
-def test_an_unknown_answer_is_refused(name: str) -> None:
+def test_unknown_answer_is_refused(name: str) -> None:
     memory = SessionMemory()
     memory.keep("another dialect's", {"of": "its own"})
     with pytest.raises(Refused, match="not known here"):
         previous(memory, name)
 
 
-def test_an_item_leads_to_its_answer() -> None:
+def test_item_reference_finds_its_answer() -> None:
     memory = SessionMemory()
     kept(memory, 31, [said("a")])
     assert referenced(memory, "msg_1f_0", "$.input[0]") == answer(31)
@@ -151,12 +155,13 @@ REFERENCE = "00000a0123456789"
         ("é", "msg_ab12_3"),
     ],
 )
-def test_an_items_id_carries_the_answers_reference(signature: str, expected: str) -> None:
+def test_item_id_carries_answer_reference(signature: str, expected: str) -> None:
     assert history.item_id("msg", "ab12", 3, signature) == expected
     assert len(history.item_id("msg", "f" * 32, 99, signature)) <= 64
 
 
-def test_answers_with_images_are_kept_up_to_a_number_of_bytes() -> None:
+def test_answers_with_images_are_bounded() -> None:
+    """Answers with images are kept up to a number of bytes."""
     memory, image = SessionMemory(), "A" * (MAX_REMEMBERED_BYTES // 4)
     for number in range(1, 20):
         kept(memory, number, [said(f"{number}"), said(image)])
@@ -165,7 +170,7 @@ def test_answers_with_images_are_kept_up_to_a_number_of_bytes() -> None:
         previous(memory, "resp_10")
 
 
-def test_the_latest_answer_is_kept_whatever_its_size() -> None:
+def test_latest_answer_kept_whatever_size() -> None:
     memory = SessionMemory()
     for number in (1, 2):
         kept(memory, number, [said(f"{number}" + "A" * MAX_REMEMBERED_BYTES)])

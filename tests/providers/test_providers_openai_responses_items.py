@@ -55,21 +55,22 @@ def refused(*items: dict[str, Any]) -> Refused:
         ([], ""),
     ],
 )
-def test_14_14_content_is_a_string_or_parts_for_every_role(
-    role: str, head: dict[str, Any], content: Any, text: str
-) -> None:
+def test_14_14_content_string_or_parts(role: str, head: dict[str, Any], content: Any, text: str) -> None:
+    """Content is a string or parts, for every role."""
     (message,) = parsed_messages({"role": role, "content": content, **head})
     assert (message.role, message.text) == ("system" if role == "developer" else role, text)
     assert message.refs == (("msg_1",) if role == "assistant" and "id" in head else ())
 
 
-def test_parts_are_lines_but_an_answers_parts_are_one_text() -> None:
+def test_assistant_parts_join_without_newline() -> None:
+    """Parts are lines, but the parts of an answer are one text."""
     parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     assert parsed_messages({"role": "user", "content": parts})[0].text == "a\nb"
     assert parsed_messages({"role": "assistant", "content": parts})[0].text == "ab"
 
 
-def test_what_is_not_the_assistants_stays_one_to_one() -> None:
+def test_other_roles_stay_one_to_one() -> None:
+    """Messages of other roles than the assistant's stay one to one."""
     roles = ["developer", "system", "user", "user", "developer"]
     found = parsed_messages(*({"role": role, "content": str(index)} for index, role in enumerate(roles)))
     assert [message.text for message in found] == list("01234")
@@ -78,7 +79,8 @@ def test_what_is_not_the_assistants_stays_one_to_one() -> None:
 @pytest.mark.parametrize(
     "kind", ["input_image", "input_file", "input_audio", "image_url", "computer_screenshot"]
 )
-def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> None:
+def test_unseen_part_refused_with_path(kind: str) -> None:
+    """A part that the model cannot see is refused where it stands."""
     part = {"type": kind, "image_url": "data:"}
     error = refused(
         {"role": "user", "content": "hi"},
@@ -100,7 +102,8 @@ def test_what_the_model_can_not_see_is_refused_where_it_stands(kind: str) -> Non
     )
 
 
-def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:
+def test_unknown_part_read_only_as_text() -> None:
+    """An unknown part is read if it is text, and named if it is not."""
     parts = [
         {"type": "new_text", "text": "a"},
         {"type": "new_thing", "data": "x"},
@@ -126,7 +129,7 @@ def test_a_part_nobody_knows_is_read_if_it_is_text_and_named_if_not() -> None:
         ({"type": "additional_tools", "tools": [{"type": "function"}]}, "$.input[0].tools[0].name"),
     ],
 )
-def test_a_misfit_is_refused_with_its_path(item: dict[str, Any], path: str) -> None:
+def test_malformed_item_refused_with_path(item: dict[str, Any], path: str) -> None:
     error = refused(item)
     assert error.path == path
     assert str(error).startswith("input[0]")
@@ -165,7 +168,7 @@ PATCH = {
 DONE = {"type": "function_call_output", "id": "fco_1", "call_id": "call_a0", "output": "ok\n"}
 
 
-def test_items_in_a_row_are_one_answer() -> None:
+def test_adjacent_items_are_one_answer() -> None:
     found = parsed_messages(
         {"role": "user", "content": "hi"},
         REASONING,
@@ -192,13 +195,14 @@ def test_items_in_a_row_are_one_answer() -> None:
     )
 
 
-def test_an_answer_ends_where_another_speaks() -> None:
+def test_other_role_ends_the_answer() -> None:
     found = parsed_messages(TEXT, {"role": "user", "content": "on"}, TEXT, CALL, DONE, REASONING, TEXT)
     assert [message.role for message in found] == ["assistant", "user", "assistant", "tool", "assistant"]
     assert [message.text for message in found] == ["I go.", "on", "I go.", "ok\n", "I go."]
 
 
-def test_texts_and_thoughts_of_one_answer_are_joined_as_the_answer_joins_them() -> None:
+def test_texts_and_thoughts_are_joined() -> None:
+    """Texts and thoughts of one answer are joined as the answer joins them."""
     (found,) = parsed_messages(REASONING, TEXT, CALL, REASONING, TEXT)
     assert (found.text, found.thinking) == ("I go.I go.", "hm\nhm\n")
 
@@ -213,7 +217,8 @@ def test_texts_and_thoughts_of_one_answer_are_joined_as_the_answer_joins_them() 
         (None, "{}"),
     ],
 )
-def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: str) -> None:
+def test_14_19_arguments_keep_client_spelling(written: Any, kept: str) -> None:
+    """Arguments are kept as the client wrote them."""
     assert parsed_messages(CALL | {"arguments": written})[0].calls[0].arguments == kept
 
 
@@ -221,7 +226,8 @@ def test_14_19_arguments_are_kept_as_the_client_wrote_them(written: Any, kept: s
     ("namespace", "name"),
     [(None, "go"), ("", "go"), ("functions", "go"), ("multi_agent_v1", "multi_agent_v1.go")],
 )
-def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, name: str) -> None:
+def test_14_15_call_has_shown_name(namespace: str | None, name: str) -> None:
+    """A call has the name that its tool is shown by."""
     assert parsed_messages(CALL | {"namespace": namespace})[0].calls[0].name == name
 
 
@@ -276,15 +282,14 @@ def test_14_15_a_call_has_the_name_its_tool_is_shown_by(namespace: str | None, n
         ),
     ],
 )
-def test_thinking_is_what_we_sealed_else_what_is_shown(
-    item: dict[str, Any], thinking: str, refs: tuple[str, ...]
-) -> None:
+def test_sealed_thinking_precedes_shown(item: dict[str, Any], thinking: str, refs: tuple[str, ...]) -> None:
+    """Sealed thinking is read before the shown text."""
     (found,) = parsed_messages({"type": "reasoning", **item})
     assert (found.role, found.text, found.thinking, found.refs) == ("assistant", "", thinking, refs)
 
 
 @pytest.mark.parametrize("item", [{}, {"summary": [], "encrypted_content": "gAAAA"}])
-def test_reasoning_of_another_server(item: dict[str, Any]) -> None:
+def test_foreign_reasoning_is_noted(item: dict[str, Any]) -> None:
     """It belongs to what follows it, and alone it is no answer: an empty one would be shown to the model."""
     reasoning = {"type": "reasoning", "id": "rs_1", **item}
     said = [{"role": "user", "content": "a"}, reasoning, {"role": "user", "content": "b"}]
@@ -359,7 +364,7 @@ def test_reasoning_of_another_server(item: dict[str, Any]) -> None:
         ({"type": "local_shell_call", "call_id": "call_1"}, "local_shell", {}),
     ],
 )
-def test_14_15_a_call_is_a_call(item: dict[str, Any], name: str, arguments: Json) -> None:
+def test_14_15_call_of_every_kind(item: dict[str, Any], name: str, arguments: Json) -> None:
     (found,) = parsed_messages(item)
     assert [(call.id, call.name, json.loads(call.arguments)) for call in found.calls] == [
         ("call_1", name, arguments)
@@ -404,14 +409,15 @@ def test_14_15_a_call_is_a_call(item: dict[str, Any], name: str, arguments: Json
         ),
     ],
 )
-def test_an_output_is_text_in_every_spelling(item: dict[str, Any], text: str) -> None:
+def test_output_is_text_in_any_spelling(item: dict[str, Any], text: str) -> None:
     assert parsed_messages(item | {"call_id": "call_1"}) == (
         Message(role="tool", text=text, call_id="call_1"),
     )
     assert parsed_messages(item)[0].call_id == ""
 
 
-def test_a_local_shells_output_names_its_call_by_its_id() -> None:
+def test_local_shell_output_names_call() -> None:
+    """The output of a local shell names its call by its id."""
     assert (
         parsed_messages({"type": "local_shell_call_output", "id": "call_1", "output": "x"})[0].call_id
         == "call_1"
@@ -428,7 +434,8 @@ LATE = {
 LINE = '{"type":"function","function":{"name":"cal.list","description":"","parameters":{"type":"object"}}}'
 
 
-def test_14_15_tools_at_the_head_are_tools() -> None:
+def test_14_15_tools_at_the_head() -> None:
+    """Tools at the head are the request's tools."""
     found = parsed_transcript(
         {"role": "developer", "content": "x"},
         {"type": "additional_tools", "role": "developer", "tools": [LATE, {"type": "web_search"}]},
@@ -438,7 +445,8 @@ def test_14_15_tools_at_the_head_are_tools() -> None:
     assert (found.later, len(found.messages)) == ([], 1)
 
 
-def test_14_15_tools_in_the_middle_are_told_there() -> None:
+def test_14_15_tools_in_the_middle() -> None:
+    """Tools in the middle are described there."""
     found = parsed_transcript(
         {"role": "user", "content": "x"},
         {"type": "additional_tools", "tools": [LATE, {"type": "web_search"}]},
@@ -450,7 +458,8 @@ def test_14_15_tools_in_the_middle_are_told_there() -> None:
     assert found.ignored == ["$.input[1].tools[1]"]
 
 
-def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
+def test_14_15_found_tools_in_result() -> None:
+    """Tools that were found are described in the result."""
     found = parsed_transcript(
         {
             "type": "tool_search_output",
@@ -470,7 +479,8 @@ def test_14_15_tools_that_were_found_are_told_in_the_result() -> None:
 # ── what is not ours ──────────────────────────────────────────────────────────
 
 
-def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
+def test_14_13_foreign_items_are_named() -> None:
+    """Items of other servers are kept out and named."""
     kinds = [
         "web_search_call",
         "file_search_call",
@@ -498,17 +508,19 @@ def test_14_13_items_of_other_servers_are_kept_out_and_named() -> None:
         {"type": "compaction_trigger"},
     ],
 )
-def test_14_13_an_item_nobody_knows_is_named(item: dict[str, Any]) -> None:
+def test_14_13_unknown_item_is_named(item: dict[str, Any]) -> None:
     found = parsed_transcript({"role": "user", "content": "hi"}, item)
     assert (len(found.messages), found.ignored) == (1, ["$.input[1]"])
 
 
 @pytest.mark.parametrize("kind", ["tool_search_call", "tool_search_output"])
-def test_a_search_on_another_server_is_kept_out(kind: str) -> None:
+def test_server_side_search_is_dropped(kind: str) -> None:
+    """A search on another server is kept out."""
     assert parsed_transcript({"type": kind, "execution": "server"}).ignored == ["$.input[0]"]
 
 
-def test_our_own_summary_comes_back_as_a_users_message() -> None:
+def test_own_summary_is_user_message() -> None:
+    """Our own summary comes back as a user's message."""
     item = {
         "type": "compaction",
         "id": "cmp_1",
@@ -519,7 +531,7 @@ def test_our_own_summary_comes_back_as_a_users_message() -> None:
 
 
 @pytest.mark.parametrize("sealed", [None, "gAAAA", seal(SealedContent(thinking="x"))])
-def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
+def test_foreign_summary_cannot_be_read(sealed: str | None) -> None:
     found = parsed_transcript(
         {"type": "compaction", "encrypted_content": sealed}, {"role": "user", "content": "hi"}
     )
@@ -527,7 +539,7 @@ def test_another_servers_summary_can_not_be_read(sealed: str | None) -> None:
     assert "cannot be read" in found.notes[0]
 
 
-def test_what_one_agent_tells_another_is_a_users_message() -> None:
+def test_agent_message_is_user_message() -> None:
     """Codex marks what its agents say as encrypted, and hands on what it got: our model's words in clear, or
     another server's token.
     """

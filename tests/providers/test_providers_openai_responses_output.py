@@ -45,7 +45,7 @@ def written(value: Any) -> Any:
     return json.loads(dump_json(value))
 
 
-def test_usage_is_true() -> None:
+def test_usage_counts_every_token() -> None:
     assert usage_json(Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8, thinking_tokens=1)) == {
         "input_tokens": 10,
         "input_tokens_details": {"cached_tokens": 8},
@@ -55,7 +55,7 @@ def test_usage_is_true() -> None:
     }
 
 
-def test_a_response_says_again_what_was_asked() -> None:
+def test_response_echoes_the_request() -> None:
     found = response_json(
         a_call(extras={"echo": {"tools": [], "store": False}}), status="in_progress", output=[]
     )
@@ -89,7 +89,8 @@ def test_a_response_says_again_what_was_asked() -> None:
         ("tool_calls", True, "completed"),
     ],
 )
-def test_14_10_whether_an_answer_is_complete(reason: FinishReason, calls: bool, word: str) -> None:
+def test_14_10_completeness_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
+    """The reason of an ending decides whether the answer is complete."""
     answer = Answer(parts=(TextPart("x"), GO) if calls else (TextPart("x"),), finish_reason=reason)
     assert status(CALL, answer) == word
     assert status(a_call(extras={"compacts": True}), answer) == "completed"
@@ -98,7 +99,7 @@ def test_14_10_whether_an_answer_is_complete(reason: FinishReason, calls: bool, 
     assert found["incomplete_details"] == ({"reason": "max_output_tokens"} if word == "incomplete" else None)
 
 
-def test_parts_are_items_in_their_order() -> None:
+def test_items_keep_part_order() -> None:
     answer = Answer(
         parts=(ThinkingPart("hm"), TextPart("I go."), GO, TextPart("And?"), TextPart("")),
         finish_reason="stop",
@@ -134,12 +135,13 @@ def test_parts_are_items_in_their_order() -> None:
     ]
 
 
-def test_only_the_last_item_of_a_cut_answer_is_incomplete() -> None:
+def test_cut_answer_incomplete_in_last_item() -> None:
+    """Only the last item of a cut answer is incomplete."""
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("I g")), finish_reason="length")
     assert written(output_json(CALL, answer))[1]["status"] == "incomplete"
 
 
-def test_thinking_is_sealed_for_who_asks() -> None:
+def test_thinking_sealed_on_request() -> None:
     (item,) = output_json(
         a_call(extras={"seals": True}), Answer(parts=(ThinkingPart("hm\n"),), finish_reason="stop")
     )
@@ -147,7 +149,7 @@ def test_thinking_is_sealed_for_who_asks() -> None:
     assert unseal(str(item["encrypted_content"])) == SealedContent(signature="c2ln", thinking="hm\n")
 
 
-def test_14_20_a_compaction_is_exactly_one_item() -> None:
+def test_14_20_compaction_is_one_item() -> None:
     answer = Answer(
         parts=(ThinkingPart("hm"), TextPart("We did "), GO, TextPart("it.")), finish_reason="stop"
     )
@@ -213,7 +215,8 @@ def test_14_20_a_compaction_is_exactly_one_item() -> None:
         ({"kind": "tool_search"}, "", {"type": "tool_search_call", "execution": "client", "arguments": {}}),
     ],
 )
-def test_14_15_a_call_is_spelled_as_its_tool_wants_it(spelling: Any, arguments: str, item: Any) -> None:
+def test_14_15_call_in_tool_spelling(spelling: Any, arguments: str, item: Any) -> None:
+    """A call is spelled as its tool wants it."""
     found = written(
         call_json(
             calling(Tool(name="t", spelling=spelling)),
@@ -240,7 +243,8 @@ def test_14_15_a_call_is_spelled_as_its_tool_wants_it(spelling: Any, arguments: 
         ("tool_search", '{"a": "\\ud800"}'),
     ],
 )
-def test_what_does_not_fit_is_left_to_the_harness_to_refuse(kind: str, arguments: str) -> None:
+def test_unfit_arguments_stay_function_call(kind: str, arguments: str) -> None:
+    """Arguments that do not fit their tool's spelling are left to the harness to refuse."""
     found = written(
         call_json(
             calling(Tool(name=kind, spelling={"kind": kind})),
@@ -251,7 +255,8 @@ def test_what_does_not_fit_is_left_to_the_harness_to_refuse(kind: str, arguments
     assert (found["type"], found["name"], found["arguments"]) == ("function_call", kind, arguments)
 
 
-def test_14_15_tools_that_came_later_have_their_spelling_too() -> None:
+def test_14_15_later_tools_keep_spelling() -> None:
+    """Tools that came later have their spelling too."""
     call = calling(later={"cal.list": {"kind": "function", "name": "list", "namespace": "cal"}})
     found = call_json(call, ToolCall(id="call_1", name="cal.list", arguments="{}"), 0)
     assert (found["name"], found["namespace"]) == ("list", "cal")
@@ -265,7 +270,7 @@ def token(text: str) -> TokenLogprob:
     return TokenLogprob(data=text.encode(), logprob=-0.5)
 
 
-def test_each_text_has_its_own_tokens() -> None:
+def test_each_text_has_its_tokens() -> None:
     tokens = tuple(map(token, ("I ", "gö.", "And", "?", "<end>")))
     answer = Answer(parts=(TextPart("I gö."), GO, TextPart("And?")), finish_reason="stop", logprobs=tokens)
     first, _, last = written(output_json(CALL, answer))
@@ -273,7 +278,7 @@ def test_each_text_has_its_own_tokens() -> None:
     assert [each["token"] for each in last["content"][0]["logprobs"]] == ["And", "?", "<end>"]
 
 
-def test_tokens_that_are_no_text_keep_their_bytes() -> None:
+def test_non_text_tokens_keep_bytes() -> None:
     top = (Alternative(data=b"\xf0\x9f", logprob=float("-inf")),)
     answer = Answer(
         parts=(TextPart("x"),),

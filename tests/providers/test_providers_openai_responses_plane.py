@@ -64,7 +64,7 @@ def kept_its_tokens(here: Any, engine: ScriptedEngine) -> None:
     )
 
 
-async def test_14_3_whole_and_streamed_say_the_same() -> None:
+async def test_14_3_whole_and_streamed_agree() -> None:
     here = stage(scripted(THINKING + "Hello there."))
     async with served(here.app) as base:
         whole = await said(base, stream=False, input="hi")
@@ -82,9 +82,8 @@ async def test_14_3_whole_and_streamed_say_the_same() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
-async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(
-    stream: bool, include: list[str]
-) -> None:
+async def test_tool_result_extends_turn_exactly(stream: bool, include: list[str]) -> None:
+    """A tool call and its result extend the turn token for token."""
     engine = scripted(CALLING, "It says hello.")
     here = stage(engine)
     asked: dict[str, Any] = {"stream": stream, "tools": [LOOK], "store": False, "include": include}
@@ -98,7 +97,8 @@ async def test_a_tool_call_and_its_result_extend_the_turn_token_for_token(
     assert json.loads(call.arguments) == {"path": "a.txt"}
 
 
-async def test_14_15_so_does_a_freeform_call_in_a_namespace() -> None:
+async def test_14_15_freeform_call_extends_turn() -> None:
+    """A freeform call in a namespace and its result extend the turn token for token."""
     engine = scripted(PATCHING, "Done.")
     here = stage(engine)
     async with served(here.app) as base:
@@ -120,7 +120,7 @@ async def test_14_15_so_does_a_freeform_call_in_a_namespace() -> None:
     kept_its_tokens(here, engine)
 
 
-async def test_14_19_what_a_spelling_can_not_hold_costs_no_tokens() -> None:
+async def test_14_19_unfit_call_keeps_tokens() -> None:
     """A freeform call has one input; what the model gave beside it does not come back, and its own ids prove
     whose call it is.
     """
@@ -145,7 +145,7 @@ async def test_14_19_what_a_spelling_can_not_hold_costs_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_built_on_a_previous_response_extends_it(stream: bool) -> None:
+async def test_previous_response_is_extended(stream: bool) -> None:
     engine = scripted(CALLING, "It says hello.")
     here = stage(engine)
     async with served(here.app) as base:
@@ -159,7 +159,8 @@ async def test_what_is_built_on_a_previous_response_extends_it(stream: bool) -> 
     kept_its_tokens(here, engine)
 
 
-async def test_14_20_a_compaction_and_what_is_built_on_it() -> None:
+async def test_14_20_compaction_and_continuation() -> None:
+    """A conversation is compacted, and the next request builds on the compaction."""
     engine = scripted("Hello.", "We said hello.", "Go on.")
     here = stage(engine)
     talk: list[Any] = [{"role": "user", "content": "hi"}]
@@ -184,7 +185,8 @@ async def test_14_20_a_compaction_and_what_is_built_on_it() -> None:
     assert b"We said hello." in b"".join(map(model().tokenizer.token_bytes, here.turns[2].prompt_delta))
 
 
-async def test_14_17_a_client_that_only_warms_its_connection_samples_nothing() -> None:
+async def test_14_17_prewarm_samples_nothing() -> None:
+    """A client that only warms its connection samples nothing."""
     engine = scripted("x")
     here = stage(engine)
     async with served(here.app) as base, client(base) as sdk:
@@ -210,7 +212,8 @@ async def test_tokens_are_counted_exactly() -> None:
     assert len(here.turns) == 1
 
 
-async def test_14_21_a_long_context_is_refused_in_openais_words() -> None:
+async def test_14_21_long_context_words() -> None:
+    """A long context is refused in OpenAI's words."""
     here = stage(scripted("x"))
     async with served(here.app) as base:
         with pytest.raises(openai.BadRequestError, match="maximum context length is") as caught:
@@ -222,7 +225,7 @@ async def test_14_21_a_long_context_is_refused_in_openais_words() -> None:
 @pytest.mark.parametrize(
     ("body", "param"), [({}, "model"), ({"model": "m", "input": [{"role": "robot"}]}, "input[0].role")]
 )
-async def test_a_misfit_is_a_400_with_its_path(body: dict[str, Any], param: str) -> None:
+async def test_malformed_request_is_400_with_path(body: dict[str, Any], param: str) -> None:
     here = stage(scripted("x"))
     async with served(here.app) as base, client(base) as sdk:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -230,14 +233,14 @@ async def test_a_misfit_is_a_400_with_its_path(body: dict[str, Any], param: str)
     assert caught.value.param == param
 
 
-async def test_14_2_a_wrong_key_is_told_so() -> None:
+async def test_14_2_wrong_key_is_refused() -> None:
     here = stage(scripted("x"))
     async with served(here.app) as base, client(base, key="of-nobody") as sdk:
         with pytest.raises(openai.AuthenticationError):
             await sdk.responses.create(model="m", input="hi")
 
 
-async def test_14_8_a_stream_that_fails_is_broken() -> None:
+async def test_14_8_failed_stream_is_broken() -> None:
     """The SDK sees no end; Codex and every other harness on this API then asks again."""
     engine = HandEngine()
     here = stage(engine)

@@ -33,7 +33,7 @@ def refused(**changes: Any) -> Refused:
     return caught.value
 
 
-def test_input_is_a_string_or_items() -> None:
+def test_input_string_or_items() -> None:
     assert asked().conversation.messages == (Message(role="user", text="hi"),)
     assert asked(input=[{"role": "user", "content": "hi"}]).conversation == asked().conversation
     assert asked(input="").conversation.messages == (Message(role="user"),)
@@ -54,20 +54,21 @@ def test_instructions_come_first() -> None:
 
 
 @pytest.mark.parametrize("said", [None, [], ...])
-def test_nothing_to_say_is_refused(said: Any) -> None:
+def test_empty_input_is_refused(said: Any) -> None:
     assert (str(refused(input=said)), refused(input=said).path) == (
         "input is empty: send at least one item",
         "$.input",
     )
 
 
-def test_a_client_that_only_warms_its_connection_may_say_nothing() -> None:
+def test_prewarm_may_have_no_input() -> None:
+    """A client that only warms its connection may say nothing."""
     found = asked(input=[], generate=False)
     assert (found.generate, found.conversation.messages) == (False, ())
     assert asked().generate is asked(generate=None).generate is asked(generate=True).generate is True
 
 
-def test_sampling_says_what_the_client_said() -> None:
+def test_sampling_is_what_client_said() -> None:
     assert asked().sampling == Sampling()
     assert asked(temperature=0, top_p=0.9, max_output_tokens=5).sampling == Sampling(
         temperature=0, top_p=0.9, max_tokens=5
@@ -102,13 +103,13 @@ def test_sampling_says_what_the_client_said() -> None:
         ({"tools": ["x"]}, "$.tools[0]"),
     ],
 )
-def test_a_misfit_is_refused_with_its_path(changes: dict[str, Any], path: str) -> None:
+def test_malformed_setting_refused_with_path(changes: dict[str, Any], path: str) -> None:
     error = refused(**changes)
     assert error.path == path
     assert str(error)
 
 
-def test_14_13_unknown_fields_are_taken_and_named() -> None:
+def test_14_13_unknown_fields_are_named() -> None:
     found = asked(
         stream_options={"include_obfuscation": False},
         prompt_cache_retention="24h",
@@ -147,11 +148,12 @@ def test_14_13_unknown_fields_are_taken_and_named() -> None:
         (None, None),
     ],
 )
-def test_thinking_is_switched_only_by_who_says_so(effort: Any, thinking: bool | None) -> None:
+def test_only_explicit_words_switch_thinking(effort: Any, thinking: bool | None) -> None:
+    """Thinking is switched only by a client that says so."""
     assert asked(reasoning=effort).conversation.thinking is thinking
 
 
-def test_a_format_is_a_constraint() -> None:
+def test_text_format_is_a_constraint() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}}}
     assert asked(
         text={"format": {"type": "json_schema", "name": "x", "strict": True, "schema": schema}}
@@ -163,25 +165,25 @@ def test_a_format_is_a_constraint() -> None:
         assert asked(text=text).constraint is None
 
 
-def test_logprobs_are_for_who_asks_by_include() -> None:
+def test_logprobs_follow_the_include() -> None:
     asks: dict[str, Any] = {"include": ["message.output_text.logprobs", "file_search_call.results"]}
     assert asked().logprobs is None
     assert (asked(**asks).logprobs, asked(**asks, top_logprobs=5).logprobs) == (0, 5)
     assert (asked(top_logprobs=5).logprobs, asked(top_logprobs=5).ignored) == (None, ("$.top_logprobs",))
 
 
-def test_one_call_where_they_must_not_be_parallel() -> None:
+def test_parallel_calls_off_is_one_call() -> None:
     assert [asked(parallel_tool_calls=said).one_call for said in (None, True, False)] == [False, False, True]
 
 
-def test_truncation_is_told() -> None:
+def test_truncation_auto_is_noted() -> None:
     assert asked(truncation="disabled").notes == ()
     assert asked(truncation="auto").notes == (
         "truncation 'auto' was asked: nothing is ever dropped, a conversation that is too long is refused",
     )
 
 
-def test_14_15_codexs_tools_come_as_an_item() -> None:
+def test_14_15_codex_tools_as_item() -> None:
     tools = {
         "type": "additional_tools",
         "role": "developer",
@@ -204,7 +206,7 @@ def test_14_15_codexs_tools_come_as_an_item() -> None:
     assert found.ignored == ("$.tools[1]",)
 
 
-def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
+def test_14_16_asked_name_is_kept() -> None:
     assert (asked().model, asked().provider) == ("m", "openai_responses")
     assert (
         read(b'{"input": "hi"}', RequestEnvelope(model="from-path", operation="count_tokens")).model
@@ -212,7 +214,7 @@ def test_14_16_the_name_asked_for_is_the_name_kept() -> None:
     )
 
 
-def test_what_is_said_again() -> None:
+def test_echo_has_settings_and_defaults() -> None:
     echo: Any = asked().extras["echo"]
     assert (echo["store"], echo["tools"], echo["text"], echo["temperature"]) == (
         True,
@@ -230,7 +232,8 @@ def test_what_is_said_again() -> None:
     )
 
 
-def test_14_19_what_openclaw_says_of_the_moment_is_dropped() -> None:
+def test_14_19_openclaw_last_message_dropped() -> None:
+    """OpenClaw's message about the moment is dropped."""
     moment = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions:"
         " none\n<<<END_OPENCLAW_INTERNAL_CONTEXT>>>"
@@ -247,14 +250,15 @@ def test_14_19_what_openclaw_says_of_the_moment_is_dropped() -> None:
 # ── what is remembered ────────────────────────────────────────────────────────
 
 
-def test_an_item_may_be_another_servers_reference() -> None:
+def test_foreign_item_reference_is_ignored() -> None:
     found = asked(
         input=[{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1"}]
     )
     assert (len(found.conversation.messages), found.ignored) == (1, ("$.input[1]", "$.input[2]"))
 
 
-def test_only_what_is_stored_is_prepared_for_it() -> None:
+def test_only_stored_request_is_remembered() -> None:
+    """Only a request that is to be stored is prepared for it."""
     assert "keeps" in asked().extras
     assert "keeps" not in asked(store=False).extras
     assert "keeps" not in asked(operation="count_tokens").extras
@@ -270,7 +274,8 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def test_14_20_a_trigger_asks_for_a_summary_of_what_was_said() -> None:
+def test_14_20_trigger_asks_for_summary() -> None:
+    """A trigger asks for a summary of what was said."""
     before = asked(input=TALK, tools=[GO], stream=True).conversation
     found = asked(
         input=[*TALK, {"type": "compaction_trigger"}],
@@ -290,7 +295,7 @@ def test_14_20_a_trigger_asks_for_a_summary_of_what_was_said() -> None:
     assert found.conversation.messages[1].calls == (ToolCall(id="call_1", name="go", arguments="{}"),)
 
 
-def test_14_20_so_does_the_path_for_it() -> None:
+def test_14_20_compact_path_asks_summary() -> None:
     found = asked(input=TALK, instructions="Code.", operation="compact", model=None, stream=True)
     assert found.conversation.messages[-1].text == INSTRUCTION
     assert (found.stream, found.extras["sent"], found.hints["kind"]) == (False, [TALK[0]], "compaction")
@@ -298,9 +303,10 @@ def test_14_20_so_does_the_path_for_it() -> None:
     assert [message.text for message in both.conversation.messages].count(INSTRUCTION) == 1
 
 
-def test_a_trigger_alone_has_nothing_to_sum_up() -> None:
+def test_lone_trigger_is_refused() -> None:
+    """A trigger alone has nothing to sum up."""
     assert refused(input=[{"type": "compaction_trigger"}]).path == "$.input"
 
 
-def test_the_dialect_reads_by_this() -> None:
+def test_dialect_uses_this_reader() -> None:
     assert OPENAI_RESPONSES.read(b'{"model":"m","input":"hi"}', RequestEnvelope()) == asked()

@@ -21,11 +21,11 @@ def test_what_is_sealed_is_opened(signature: str, thinking: str, summary: str | 
     assert unseal(sealed) == SealedContent(signature=signature, thinking=thinking, summary=summary)
 
 
-def test_an_empty_summary_is_a_summary() -> None:
+def test_empty_summary_is_a_summary() -> None:
     assert unseal(seal(SealedContent(summary=""))) == SealedContent(summary="")
 
 
-def test_a_seal_is_small() -> None:
+def test_seal_is_small_and_compressed() -> None:
     assert len(seal(SealedContent(signature="MDAwMDAxYWJjZGVmMDEyMw=="))) < 96
     thinking = "I should look at the file first. " * 100
     assert len(seal(SealedContent(thinking=thinking))) < len(thinking) / 10
@@ -44,7 +44,7 @@ def test_a_seal_is_small() -> None:
         seal(SealedContent(thinking="x")).replace("pn1", "pn2"),
     ],
 )
-def test_what_is_not_ours_stays_closed(foreign: str) -> None:
+def test_foreign_seal_stays_closed(foreign: str) -> None:
     assert unseal(foreign) is None
 
 
@@ -53,19 +53,20 @@ def forged(data: bytes) -> str:
 
 
 @pytest.mark.parametrize("data", [b"[]", b"5", b"no json", b"\xff", b""])
-def test_what_was_not_sealed_by_us_is_no_error(data: bytes) -> None:
+def test_forged_data_opens_to_nothing(data: bytes) -> None:
     assert unseal(forged(data)) is None
 
 
-def test_fields_of_the_wrong_kind_are_none() -> None:
+def test_wrong_typed_fields_are_none() -> None:
     assert unseal(forged(b'{"s":1,"t":[],"c":{},"new":1}')) == SealedContent()
 
 
-def test_a_bomb_is_not_unpacked() -> None:
+def test_oversized_seal_is_not_unpacked() -> None:
     assert unseal(forged(b'{"t":"' + b"a" * (17 << 20) + b'"}')) is None
 
 
-def test_the_sealed_items_of_a_request_have_a_bound_together() -> None:
+def test_sealed_items_share_one_bound() -> None:
+    """The sealed items of a request have a bound together."""
     sealed = seal(SealedContent(thinking="a" * (MAX_UNSEALED_BYTES // 3)))
     transcript = Transcript()
     for _ in range(5):

@@ -17,7 +17,7 @@ def shown(*tools: dict[str, Any]) -> ToolReader:
     return box
 
 
-def test_a_function_is_shown_as_it_is() -> None:
+def test_function_is_shown_unchanged() -> None:
     box = shown(
         {"type": "function", "name": "go", "description": None, "strict": True, "parameters": SCHEMA},
         {"type": "function", "name": "stop"},
@@ -27,7 +27,8 @@ def test_a_function_is_shown_as_it_is() -> None:
     assert (box.ignored, box.notes) == ([], [])
 
 
-def test_14_15_a_freeform_tool_is_a_function_of_one_string() -> None:
+def test_14_15_freeform_tool_is_function() -> None:
+    """A freeform tool is a function of one string."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
     box = shown(
         {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": grammar},
@@ -42,7 +43,7 @@ def test_14_15_a_freeform_tool_is_a_function_of_one_string() -> None:
     ]
 
 
-def test_14_15_a_namespace_is_its_members() -> None:
+def test_14_15_namespace_shows_its_members() -> None:
     members = [
         {"type": "function", "name": "spawn", "description": "Spawns."},
         {"type": "custom", "name": "exec"},
@@ -59,7 +60,7 @@ def test_14_15_a_namespace_is_its_members() -> None:
     assert box.ignored == ["$.tools[1].tools[2]"]
 
 
-def test_14_15_the_default_namespace_is_not_seen() -> None:
+def test_14_15_default_namespace_is_hidden() -> None:
     (tool,) = shown(
         {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]}
     ).tools
@@ -75,7 +76,7 @@ def test_14_15_the_default_namespace_is_not_seen() -> None:
     ]
 
 
-def test_a_namespace_in_a_namespace_is_dropped() -> None:
+def test_nested_namespace_is_dropped() -> None:
     assert shown(
         {"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b", "tools": []}]}
     ).ignored == ["$.tools[0].tools[0]"]
@@ -91,22 +92,22 @@ def test_a_namespace_in_a_namespace_is_dropped() -> None:
         ({"type": "tool_search", "execution": "client"}, "tool_search", ["query"]),
     ],
 )
-def test_14_15_what_the_client_runs_is_a_function(
-    tool: dict[str, Any], name: str, required: list[str]
-) -> None:
+def test_14_15_client_tool_is_function(tool: dict[str, Any], name: str, required: list[str]) -> None:
+    """A tool that the client runs is a function."""
     (found,) = shown(tool).tools
     assert (found.name, found.parameters["required"], found.spelling["kind"]) == (name, required, name)
     assert found.description
 
 
-def test_a_search_has_the_words_its_client_gives_it() -> None:
+def test_search_tool_keeps_client_words() -> None:
     (found,) = shown(
         {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": SCHEMA}
     ).tools
     assert (found.description, found.parameters) == ("Finds.", SCHEMA)
 
 
-def test_14_15_what_runs_elsewhere_is_dropped_and_named() -> None:
+def test_14_15_hosted_tools_are_named() -> None:
+    """Tools that run elsewhere are dropped and named."""
     hosted = [
         "web_search",
         "web_search_preview",
@@ -125,7 +126,8 @@ def test_14_15_what_runs_elsewhere_is_dropped_and_named() -> None:
     assert (box.tools, box.ignored) == ([], [f"$.tools[{index}]" for index in range(10)])
 
 
-def test_a_deferred_tool_waits_for_a_search_that_can_find_it() -> None:
+def test_deferred_tool_waits_for_search() -> None:
+    """A deferred tool waits for a search that can find it."""
     late = {"type": "function", "name": "late", "defer_loading": True}
     assert [tool.name for tool in shown(late, {"type": "tool_search", "execution": "server"}).tools] == [
         "late"
@@ -144,13 +146,13 @@ def test_a_deferred_tool_waits_for_a_search_that_can_find_it() -> None:
         ({"type": "namespace", "name": "go", "tools": [{"type": "custom"}]}, "$.tools[0].tools[0].name"),
     ],
 )
-def test_a_misfit_is_refused_with_its_path(tool: dict[str, Any], path: str) -> None:
+def test_malformed_tool_refused_with_path(tool: dict[str, Any], path: str) -> None:
     with pytest.raises(Refused) as caught:
         shown(tool)
     assert caught.value.path == path
 
 
-def test_tools_are_told_one_a_line() -> None:
+def test_tools_described_one_per_line() -> None:
     lines = describe_tools((Tool(name="a", description="ü", parameters=SCHEMA), Tool(name="b"))).split("\n")
     assert (
         lines[0]
@@ -179,7 +181,7 @@ TOOLS = (Tool(name="go"), Tool(name="agents.spawn"), Tool(name="local_shell"))
         ({"type": "allowed_tools", "tools": []}, "auto"),
     ],
 )
-def test_tool_choice(said: Any, word: str) -> None:
+def test_tool_choice_words_and_notes(said: Any, word: str) -> None:
     found, notes = tool_choice(said, TOOLS)
     assert found == word
     assert bool(notes) == (isinstance(said, dict) and said["type"] in ("allowed_tools", "web_search_preview"))
@@ -195,7 +197,7 @@ def test_tool_choice(said: Any, word: str) -> None:
         {},
     ],
 )
-def test_a_choice_that_can_not_be_kept_is_refused(said: Any) -> None:
+def test_unsupported_tool_choice_is_refused(said: Any) -> None:
     with pytest.raises(Refused) as caught:
         tool_choice(said, TOOLS)
     assert (caught.value.path or "").startswith("$.tool_choice")

@@ -52,7 +52,7 @@ def kinds(sent: bytes) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events(sent)]
 
 
-def test_a_whole_answer() -> None:
+def test_whole_answer_in_responses_shape() -> None:
     answer = Answer(parts=(ThinkingPart("hm"), TextPart("I go."), GO), finish_reason="tool_calls")
     body = json.loads(whole(CALL, answer, USAGE))
     assert (body["id"], body["status"], [item["type"] for item in body["output"]]) == (
@@ -64,7 +64,7 @@ def test_a_whole_answer() -> None:
     Response.model_validate(body, strict=True)
 
 
-def test_a_stream_in_order() -> None:
+def test_stream_events_in_order() -> None:
     stream = ResponseStream(CALL)
     assert kinds(stream.start(prompt_tokens=10, cached_tokens=8)) == ["created", "in_progress"]
     assert kinds(stream.delta(ThinkingDelta("h"))) == [
@@ -123,13 +123,13 @@ def everyone() -> Any:
     )
 
 
-def test_openais_own_types_know_every_event() -> None:
+def test_openai_types_accept_every_event() -> None:
     for number, event in enumerate(events(everything()[0])):
         EVENTS.validate_python(event, strict=True)
         assert event["sequence_number"] == number
 
 
-def test_what_was_streamed_is_what_is_whole() -> None:
+def test_streamed_items_equal_whole_answer() -> None:
     sent, answer = everything()
     found = events(sent)
     body = json.loads(whole(everyone(), answer, USAGE))
@@ -140,7 +140,8 @@ def test_what_was_streamed_is_what_is_whole() -> None:
     assert len({item["id"] for item in body["output"]}) == 6
 
 
-def test_14_9_a_call_is_shown_empty_and_then_in_one_piece() -> None:
+def test_14_9_call_arguments_in_one_piece() -> None:
+    """A call is shown empty, and then in one piece."""
     added, delta, done, item = events(ResponseStream(CALL).delta(GO))[2:]
     assert (added["item"]["arguments"], added["item"]["status"], added["item"]["call_id"]) == (
         "",
@@ -156,7 +157,7 @@ def test_14_9_a_call_is_shown_empty_and_then_in_one_piece() -> None:
     assert delta["item_id"] == done["item_id"] == item["item"]["id"]
 
 
-def test_14_11_a_call_has_the_id_it_was_minted_with() -> None:
+def test_14_11_call_id_as_minted() -> None:
     assert events(ResponseStream(CALL).delta(GO))[2]["item"]["call_id"] == GO.id
 
 
@@ -181,7 +182,7 @@ def test_14_10_terminal_markers() -> None:
 
 
 @pytest.mark.parametrize(("calls_first", "status"), [(False, "incomplete"), (True, "completed")])
-def test_cut_answer_with_calls(calls_first: bool, status: str) -> None:
+def test_cut_answer_beside_calls(calls_first: bool, status: str) -> None:
     call = evolve(CALL, calls_first=calls_first)
     answer = Answer(parts=(GO,), finish_reason="length")
     body = json.loads(whole(call, answer, USAGE))
@@ -192,7 +193,8 @@ def test_cut_answer_with_calls(calls_first: bool, status: str) -> None:
     assert events(stream.end([answer], USAGE))[-1]["type"] == f"response.{status}"
 
 
-def test_14_12_usage_is_at_the_end_and_only_there() -> None:
+def test_14_12_usage_only_at_end() -> None:
+    """Usage is at the end and only there."""
     found = events(everything()[0])
     assert [event["response"]["usage"] is None for event in found if "response" in event] == [
         True,
@@ -201,7 +203,8 @@ def test_14_12_usage_is_at_the_end_and_only_there() -> None:
     ]
 
 
-def test_14_5_keep_alive_is_an_event_and_legal_before_the_start() -> None:
+def test_14_5_keepalive_before_the_start() -> None:
+    """A keep-alive is an event, and legal before the start."""
     stream = ResponseStream(CALL)
     assert kinds(stream.keep_alive()) == ["created", "in_progress"]
     assert kinds(stream.keep_alive()) == ["in_progress"]
@@ -213,7 +216,8 @@ def test_14_5_keep_alive_is_an_event_and_legal_before_the_start() -> None:
 
 @pytest.mark.parametrize("kind", ["engine_failed", "overloaded", "cancelled"])
 @pytest.mark.parametrize("shown", [False, True])
-def test_14_8_what_can_be_tried_again_is_broken_without_a_word(kind: Any, shown: bool) -> None:
+def test_14_8_retryable_failure_breaks_silently(kind: Any, shown: bool) -> None:
+    """A failure that can be tried again breaks the stream without a word."""
     stream = ResponseStream(CALL)
     if shown:
         stream.delta(TextDelta("half"))
@@ -223,7 +227,7 @@ def test_14_8_what_can_be_tried_again_is_broken_without_a_word(kind: Any, shown:
 @pytest.mark.parametrize(
     ("kind", "code"), [("session_over", "invalid_prompt"), ("context_too_long", "context_length_exceeded")]
 )
-def test_14_8_what_can_not_is_said(kind: Any, code: str) -> None:
+def test_14_8_final_failure_is_said(kind: Any, code: str) -> None:
     stream = ResponseStream(CALL)
     stream.delta(GO)
     stream.delta(TextDelta("half"))
@@ -247,7 +251,7 @@ COMPACTS = a_call(extras={"echo": ECHO, "compacts": True})
 SUMMARY = Answer(parts=(ThinkingPart("hm"), TextPart("We did it."), GO), finish_reason="tool_calls")
 
 
-def test_14_20_a_streamed_compaction_is_exactly_one_item() -> None:
+def test_14_20_streamed_compaction_one_item() -> None:
     stream = ResponseStream(COMPACTS)
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (ThinkingDelta("hm"), TextDelta("We did it."), GO):
@@ -267,7 +271,8 @@ def test_14_20_a_streamed_compaction_is_exactly_one_item() -> None:
     assert json.loads(whole(COMPACTS, SUMMARY, USAGE)) == found[-1]["response"]
 
 
-def test_a_compacted_conversation_is_what_the_user_said_and_the_summary() -> None:
+def test_compacted_conversation_with_summary() -> None:
+    """A compacted conversation is the user's words and the summary."""
     told = [
         {"role": "user", "content": "hi"},
         {"type": "message", "id": "x", "role": "user", "content": [{"type": "input_text", "text": "on"}]},

@@ -139,7 +139,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 # ── OpenAI ────────────────────────────────────────────────────────────────────
 
 
-def test_14_3_openai_whole() -> None:
+def test_14_3_openai_whole_answer() -> None:
     node = Node()
     found = openai_client(node).chat.completions.create(
         model="asked-for", messages=HI, tools=[CHAT_TOOL], temperature=0.5, stop=["END"]
@@ -162,7 +162,8 @@ def test_14_3_openai_whole() -> None:
     assert (node.requests[0].sampling.temperature, node.requests[0].sampling.stop) == (0.5, ("END",))
 
 
-def test_14_3_openai_streamed_through_the_sdks_own_accumulator() -> None:
+def test_14_3_openai_streamed_accumulator() -> None:
+    """An OpenAI answer is streamed through the SDK's own accumulator."""
     with openai_client(Node()).chat.completions.stream(
         model="asked-for", messages=HI, tools=[CHAT_TOOL], stream_options={"include_usage": True}
     ) as stream:
@@ -179,13 +180,14 @@ def test_14_3_openai_streamed_through_the_sdks_own_accumulator() -> None:
     assert found.usage.completion_tokens == 4
 
 
-def test_14_12_openai_streams_no_usage_unasked() -> None:
+def test_14_12_openai_no_unasked_usage() -> None:
+    """OpenAI's SDK is streamed no usage unasked."""
     chunks = list(openai_client(Node()).chat.completions.create(model="m", messages=HI, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_an_openai_conversation_goes_round() -> None:
+def test_openai_conversation_round_trip() -> None:
     """The SDK's own message, given back with a result, reads as what was answered."""
     node = Node()
     client = openai_client(node)
@@ -200,7 +202,7 @@ def test_an_openai_conversation_goes_round() -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), OPENAI_ERRORS)
-def test_openai_raises_its_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
+def test_openai_raises_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
     node = Node(fault=Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8))
     with pytest.raises(error) as caught:
         openai_client(node).chat.completions.create(model="m", messages=HI)
@@ -209,7 +211,7 @@ def test_openai_raises_its_own_error(kind: FaultKind, error: type[openai.APIStat
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_openai_models_and_a_path_that_is_not_there() -> None:
+def test_openai_models_and_missing_path() -> None:
     client = openai_client(Node())
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("org/any").id == "org/any"
@@ -220,7 +222,7 @@ def test_openai_models_and_a_path_that_is_not_there() -> None:
 # ── Anthropic ─────────────────────────────────────────────────────────────────
 
 
-def test_14_3_anthropic_whole() -> None:
+def test_14_3_anthropic_whole_answer() -> None:
     node = Node()
     found = anthropic_client(node).messages.create(
         model="asked-for", messages=HI, max_tokens=9, tools=[TOOL], system="You code."
@@ -243,7 +245,8 @@ def test_14_3_anthropic_whole() -> None:
     assert node.requests[0].conversation.messages[0].text == "You code."
 
 
-def test_14_3_anthropic_streamed_through_the_sdks_own_accumulator() -> None:
+def test_14_3_anthropic_streamed_accumulator() -> None:
+    """An Anthropic answer is streamed through the SDK's own accumulator."""
     with anthropic_client(Node()).messages.stream(
         model="asked-for", messages=HI, max_tokens=9, tools=[TOOL]
     ) as stream:
@@ -260,7 +263,7 @@ def test_14_3_anthropic_streamed_through_the_sdks_own_accumulator() -> None:
     assert [block.id for block in found.content if block.type == "tool_use"] == ["toolu_ab0", "toolu_ab1"]
 
 
-def test_an_anthropic_conversation_goes_round() -> None:
+def test_anthropic_conversation_round_trip() -> None:
     node = Node()
     client = anthropic_client(node)
     answer: Any = client.messages.create(model="m", messages=HI, max_tokens=9).content
@@ -301,7 +304,7 @@ def test_an_anthropic_conversation_goes_round() -> None:
         ("too_large", anthropic.APIStatusError),
     ],
 )
-def test_anthropic_raises_its_own_error(kind: FaultKind, error: type[anthropic.APIStatusError]) -> None:
+def test_anthropic_raises_own_error(kind: FaultKind, error: type[anthropic.APIStatusError]) -> None:
     node = Node(fault=Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8))
     with pytest.raises(error) as caught:
         anthropic_client(node).messages.create(model="m", messages=HI, max_tokens=9)
@@ -309,7 +312,8 @@ def test_anthropic_raises_its_own_error(kind: FaultKind, error: type[anthropic.A
     assert body["type"] == "error"
 
 
-def test_14_8_an_error_event_reaches_the_anthropic_client() -> None:
+def test_14_8_error_event_reaches_anthropic() -> None:
+    """An error event reaches the Anthropic client."""
     node = Node(fault=Fault(kind="engine_failed", message="The engine died."), breaks=True)
     with (
         pytest.raises(anthropic.APIStatusError, match="The engine died"),
@@ -318,7 +322,7 @@ def test_14_8_an_error_event_reaches_the_anthropic_client() -> None:
         stream.get_final_message()
 
 
-def test_anthropic_counts_and_lists() -> None:
+def test_anthropic_counts_and_model_list() -> None:
     client = anthropic_client(Node())
     assert client.messages.count_tokens(model="m", messages=HI).input_tokens == 12
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -326,6 +330,6 @@ def test_anthropic_counts_and_lists() -> None:
 
 
 @pytest.mark.parametrize("client", [openai_client, anthropic_client])
-def test_the_test_node_misses_like_the_real_one(client: Callable[[Node], Any]) -> None:
+def test_unknown_path_is_404(client: Callable[[Node], Any]) -> None:
     with pytest.raises((openai.NotFoundError, anthropic.NotFoundError)):
         client(Node()).get("/v1/nothing", cast_to=object)

@@ -72,7 +72,8 @@ def async_messages(base: str, *, retries: int = 0) -> anthropic.AsyncAnthropic:
 # ── chat, at its fullest ──────────────────────────────────────────────────────
 
 
-async def test_several_answers_with_logprobs_whole_and_streamed() -> None:
+async def test_choices_with_logprobs() -> None:
+    """The SDK reads several answers with logprobs, whole and streamed."""
     here = stage(scripted("One €."))
     asked: dict[str, Any] = {"model": "m", "messages": [HI], "n": 2, "logprobs": True, "top_logprobs": 3}
     whole = await with_chat(here, lambda client: client.chat.completions.create(**asked))
@@ -96,7 +97,8 @@ async def test_several_answers_with_logprobs_whole_and_streamed() -> None:
     assert len(here.turns) == 4
 
 
-async def test_an_answer_is_parsed_to_the_schema_it_was_asked_for() -> None:
+async def test_answer_parsed_to_schema() -> None:
+    """An answer is parsed to the schema that it was asked for."""
     engine = scripted('{"city": "Köln", "degrees": 21}')
     parsed = await with_chat(
         stage(engine),
@@ -111,7 +113,8 @@ async def test_an_answer_is_parsed_to_the_schema_it_was_asked_for() -> None:
     )
 
 
-async def test_a_custom_tool_is_called_and_answered_as_one() -> None:
+async def test_custom_tool_round_trip() -> None:
+    """A custom tool is called and answered as one."""
     here = stage(
         scripted(
             '<tool_call>|\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n|</tool_call>', "Done."
@@ -133,7 +136,7 @@ async def test_a_custom_tool_is_called_and_answered_as_one() -> None:
     assert [(turn.kind, turn.reason) for turn in here.turns] == [("root", "first"), ("extend", "appended")]
 
 
-async def test_one_call_at_a_time_is_one_call() -> None:
+async def test_parallel_calls_off_is_one_call() -> None:
     here = stage(scripted(f"{CALLING}|\n|<tool_call>|\n{{}}\n|</tool_call>"))
     whole = await with_chat(
         here,
@@ -144,7 +147,7 @@ async def test_one_call_at_a_time_is_one_call() -> None:
     assert [call.function.name for call in whole.choices[0].message.tool_calls] == ["look"]
 
 
-async def test_a_bad_field_is_an_error_that_names_it() -> None:
+async def test_bad_field_error_names_it() -> None:
     here = stage(scripted("x"))
     with pytest.raises(openai.BadRequestError) as caught:
         await with_chat(here, lambda client: client.chat.completions.create(model="m", messages=[HI], n=99))
@@ -155,7 +158,8 @@ async def test_a_bad_field_is_an_error_that_names_it() -> None:
 # ── asynchronous ──────────────────────────────────────────────────────────────
 
 
-async def test_the_asynchronous_chat_client_whole_streamed_and_with_tools() -> None:
+async def test_async_chat_client() -> None:
+    """The asynchronous Chat client reads whole answers, streams and calls of tools."""
     here = stage(scripted("Hello there.", "Hello there.", CALLING))
 
     async def use(base: str) -> Any:
@@ -178,7 +182,8 @@ async def test_the_asynchronous_chat_client_whole_streamed_and_with_tools() -> N
     assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"path": "a.txt"})
 
 
-async def test_the_asynchronous_anthropic_client_whole_streamed_counted_and_with_tools() -> None:
+async def test_async_anthropic_client() -> None:
+    """The asynchronous Anthropic client reads whole answers, streams, counts and calls of tools."""
     engine = scripted("<think>|\nHm.\n|</think>|\n\nHello there.", CALLING)
     here = stage(engine)
 
@@ -198,7 +203,7 @@ async def test_the_asynchronous_anthropic_client_whole_streamed_counted_and_with
     assert (called.stop_reason, called.content[-1].input) == ("tool_use", {"path": "a.txt"})
 
 
-async def test_the_asynchronous_clients_raise_their_own_errors() -> None:
+async def test_async_clients_raise_own_errors() -> None:
     here = stage(scripted("x"))
 
     async def use(base: str) -> None:
@@ -217,7 +222,8 @@ async def test_the_asynchronous_clients_raise_their_own_errors() -> None:
 
 
 @pytest.mark.parametrize("name", ["chat", "messages"])
-async def test_an_engine_that_fails_once_is_asked_again_when_retry_after_says_so(name: str) -> None:
+async def test_sdk_waits_for_retry_after(name: str) -> None:
+    """An engine that fails once is asked again when Retry-After says so."""
     engine = HandEngine()
     here = stage(engine)
     engine.fail(EngineError("restarting"))

@@ -264,7 +264,7 @@ def check_asked(request: ModelRequest) -> None:
 # ── one question ──────────────────────────────────────────────────────────────
 
 
-def test_14_3_google_whole() -> None:
+def test_14_3_google_whole_answer() -> None:
     node = Node()
     check_whole(client_of(node).models.generate_content(model="asked-for", contents="hi", config=CONFIG))
     check_asked(node.requests[0])
@@ -273,7 +273,7 @@ def test_14_3_google_whole() -> None:
 
 
 @under_asyncio
-async def test_14_3_google_whole_async() -> None:
+async def test_14_3_google_whole_answer_async() -> None:
     node = Node()
     check_whole(
         await client_of(node).aio.models.generate_content(model="asked-for", contents="hi", config=CONFIG)
@@ -334,7 +334,7 @@ def test_thoughts_are_not_shown_unasked() -> None:
     assert found.usage_metadata.thoughts_token_count == 2
 
 
-def test_vertex_paths_are_the_same_api() -> None:
+def test_vertex_paths_are_same_api() -> None:
     node = Node()
     client = client_of(node, vertexai=True)
     found = client.models.generate_content(model="asked-for", contents="hi", config=CONFIG)
@@ -350,7 +350,7 @@ def test_vertex_paths_are_the_same_api() -> None:
     assert [model.name for model in client.models.list()] == ["models/tiny"]
 
 
-def test_a_slash_in_a_models_name() -> None:
+def test_slash_in_model_name() -> None:
     node = Node()
     client_of(node).models.generate_content(model="models/org/some:7b", contents="hi")
     assert node.requests[0].model == "org/some:7b"
@@ -383,7 +383,7 @@ def check_rounds(node: Node) -> None:
 AUTOMATIC = types.GenerateContentConfig(tools=[go, stay], thinking_config=THOUGHTS)
 
 
-def test_14_11_automatic_function_calling() -> None:
+def test_14_11_automatic_calls() -> None:
     node = Node()
     found = client_of(node).models.generate_content(model="m", contents="hi", config=AUTOMATIC)
     assert found.text == "We have arrived."
@@ -396,14 +396,14 @@ def test_14_11_automatic_function_calling() -> None:
 
 
 @under_asyncio
-async def test_14_11_automatic_function_calling_async() -> None:
+async def test_14_11_automatic_calls_async() -> None:
     node = Node()
     found = await client_of(node).aio.models.generate_content(model="m", contents="hi", config=AUTOMATIC)
     assert found.text == "We have arrived."
     check_rounds(node)
 
 
-def test_14_11_automatic_function_calling_streamed() -> None:
+def test_14_11_automatic_calls_streamed() -> None:
     node = Node()
     chunks = list(client_of(node).models.generate_content_stream(model="m", contents="hi", config=AUTOMATIC))
     assert "".join(chunk.text or "" for chunk in chunks).endswith("We have arrived.")
@@ -411,7 +411,7 @@ def test_14_11_automatic_function_calling_streamed() -> None:
 
 
 @under_asyncio
-async def test_14_11_automatic_function_calling_streamed_async() -> None:
+async def test_14_11_automatic_calls_streamed_async() -> None:
     node = Node()
     stream = await client_of(node).aio.models.generate_content_stream(
         model="m", contents="hi", config=AUTOMATIC
@@ -420,7 +420,7 @@ async def test_14_11_automatic_function_calling_streamed_async() -> None:
     check_rounds(node)
 
 
-def test_14_19_a_chat_keeps_its_history() -> None:
+def test_14_19_chat_keeps_history() -> None:
     node = Node()
     chat = client_of(node).chats.create(model="m", config=AUTOMATIC)
     assert chat.send_message("hi").text == "We have arrived."
@@ -436,7 +436,8 @@ def test_14_19_a_chat_keeps_its_history() -> None:
     ]
 
 
-def test_14_19_a_streamed_chat_keeps_its_history_over_signs_of_life() -> None:
+def test_14_19_streamed_chat_keeps_history() -> None:
+    """A streamed chat keeps its history over signs of life."""
     node = Node()
     chat = client_of(node).chats.create(model="m", config=AUTOMATIC)
     for text in ("hi", "and now?"):
@@ -448,7 +449,7 @@ def test_14_19_a_streamed_chat_keeps_its_history_over_signs_of_life() -> None:
 
 
 @under_asyncio
-async def test_14_19_a_streamed_chat_keeps_its_history_async() -> None:
+async def test_14_19_streamed_chat_history_async() -> None:
     node = Node()
     chat = client_of(node).aio.chats.create(model="m", config=AUTOMATIC)
     for text in ("hi", "and now?"):
@@ -458,7 +459,8 @@ async def test_14_19_a_streamed_chat_keeps_its_history_async() -> None:
     assert len(node.requests[2].conversation.messages) == 6
 
 
-def test_a_history_without_ids_is_matched_by_name() -> None:
+def test_results_without_ids_match_names() -> None:
+    """A history without ids is matched by name."""
     node = Node()
     said = [
         types.UserContent("hi"),
@@ -484,7 +486,7 @@ def test_a_history_without_ids_is_matched_by_name() -> None:
 # ── what else may be asked ────────────────────────────────────────────────────
 
 
-def test_which_function_must_be_called() -> None:
+def test_forced_function_reaches_request() -> None:
     node = Node()
     calling = types.FunctionCallingConfig(
         mode=types.FunctionCallingConfigMode.ANY, allowed_function_names=["go"]
@@ -497,7 +499,7 @@ def test_which_function_must_be_called() -> None:
 
 
 @pytest.mark.parametrize("field", ["response_schema", "response_json_schema"])
-def test_a_schema_for_the_answer(field: str) -> None:
+def test_schema_for_the_answer(field: str) -> None:
     node = Node()
     schema: Any = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     config = types.GenerateContentConfig(response_mime_type="application/json", **{field: schema})
@@ -507,7 +509,7 @@ def test_a_schema_for_the_answer(field: str) -> None:
     assert json.loads(constraint.text) == schema
 
 
-def test_several_candidates_with_their_logprobs() -> None:
+def test_candidates_with_logprobs() -> None:
     logprobs = (TokenLogprob(data=b"Off", logprob=-0.5, top=(Alternative(data=b"Off", logprob=-0.5),)),)
     node = Node(logprobs=logprobs)
     config = types.GenerateContentConfig(
@@ -536,7 +538,7 @@ def test_several_candidates_with_their_logprobs() -> None:
 
 
 @pytest.mark.parametrize("named", ["tiny", "models/tiny", "org/any"])
-def test_models_and_counts(named: str) -> None:
+def test_model_list_and_token_count(named: str) -> None:
     client = client_of(Node())
     assert [(model.name, model.input_token_limit) for model in client.models.list()] == [
         ("models/tiny", 4096)
@@ -546,7 +548,7 @@ def test_models_and_counts(named: str) -> None:
 
 
 @under_asyncio
-async def test_models_and_counts_async() -> None:
+async def test_model_list_and_token_count_async() -> None:
     client = client_of(Node()).aio
     assert [model.name async for model in await client.models.list()] == ["models/tiny"]
     assert (await client.models.get(model="any")).name == "models/any"
@@ -571,7 +573,7 @@ async def test_models_and_counts_async() -> None:
         ("too_large", errors.ClientError, "INVALID_ARGUMENT"),
     ],
 )
-def test_google_raises_its_own_error(kind: FaultKind, error: type[errors.APIError], status: str) -> None:
+def test_google_raises_own_error(kind: FaultKind, error: type[errors.APIError], status: str) -> None:
     client = client_of(
         Node(fault=Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8))
     )
@@ -583,13 +585,14 @@ def test_google_raises_its_own_error(kind: FaultKind, error: type[errors.APIErro
 
 
 @under_asyncio
-async def test_google_raises_its_own_error_async() -> None:
+async def test_google_raises_own_error_async() -> None:
     client = client_of(Node(fault=Fault(kind="context_too_long", message="m", prompt_tokens=9, limit=8))).aio
     with pytest.raises(errors.ClientError, match=r"The input token count \(9\) exceeds"):
         await client.models.generate_content(model="m", contents="hi")
 
 
-def test_14_22_google_tries_again_by_itself() -> None:
+def test_14_22_google_sdk_retries() -> None:
+    """Google's SDK tries again by itself."""
     node = Node(fault=Fault(kind="overloaded", message="m"))
     retry = types.HttpOptions(
         retry_options=types.HttpRetryOptions(attempts=3, initial_delay=0.001, max_delay=0.002, jitter=0.0)
@@ -601,13 +604,13 @@ def test_14_22_google_tries_again_by_itself() -> None:
     assert len(node.paths) == 3
 
 
-def test_14_8_a_broken_stream_reaches_the_client() -> None:
+def test_14_8_broken_stream_reaches_client() -> None:
     client = client_of(Node(fault=Fault(kind="engine_failed", message="The engine died."), breaks=True))
     with pytest.raises(errors.ServerError, match="The engine died"):
         list(client.models.generate_content_stream(model="m", contents="hi"))
 
 
-def test_what_is_not_served_is_a_404() -> None:
+def test_unserved_method_is_404() -> None:
     with pytest.raises(errors.ClientError) as caught:
         client_of(Node()).models.embed_content(model="m", contents="hi")
     assert caught.value.code == 404
@@ -660,7 +663,7 @@ def over(node: Node, use: Callable[[genai.Client], Any]) -> None:
         use(client)
 
 
-def test_over_a_socket() -> None:
+def test_google_sdk_over_socket() -> None:
     def use(client: genai.Client) -> None:
         check_whole(client.models.generate_content(model="asked-for", contents="hi", config=CONFIG))
         check_streamed(
@@ -674,7 +677,7 @@ def test_over_a_socket() -> None:
 
 # the SDK's own, and aiohttp's
 @pytest.mark.filterwarnings("ignore:Inheritance class AiohttpClientSession:DeprecationWarning")
-def test_over_a_socket_async() -> None:
+def test_google_sdk_over_socket_async() -> None:
     async def ask(client: genai.Client) -> None:
         async with client.aio as aio:
             check_whole(await aio.models.generate_content(model="asked-for", contents="hi", config=CONFIG))
@@ -684,7 +687,7 @@ def test_over_a_socket_async() -> None:
     over(Node(), lambda client: asyncio.run(ask(client)))
 
 
-def test_a_stream_that_is_an_array_is_an_array() -> None:
+def test_stream_without_sse_is_array() -> None:
     """What the API does without `alt=sse`, and clients in other languages read element by element."""
     node = Node()
     with served(node) as url:

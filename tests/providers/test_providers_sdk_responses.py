@@ -173,7 +173,7 @@ def plain(items: Any) -> list[Any]:
 # ── whole and streamed ────────────────────────────────────────────────────────
 
 
-def test_14_3_whole() -> None:
+def test_14_3_whole_answer() -> None:
     node = Node()
     found = node.sync().responses.create(
         model="asked-for",
@@ -225,7 +225,8 @@ def test_14_3_whole() -> None:
     assert node.keys == [("abc", "key")]
 
 
-def test_14_3_streamed_through_the_sdks_own_accumulator() -> None:
+def test_14_3_streamed_accumulator() -> None:
+    """A streamed answer is read through the SDK's own accumulator."""
     with Node().sync().responses.stream(model="asked-for", input="hi", tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
         found = stream.get_final_response()
@@ -244,7 +245,8 @@ def test_14_3_streamed_through_the_sdks_own_accumulator() -> None:
     assert found.usage.total_tokens == 14
 
 
-def test_streamed_events_are_numbered_and_say_what_they_belong_to() -> None:
+def test_streamed_events_are_numbered() -> None:
+    """Streamed events are numbered and say what they belong to."""
     events = list(Node().sync().responses.create(model="m", input="hi", stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     places = [event.output_index for event in events if event.type == "response.output_item.done"]
@@ -256,7 +258,7 @@ def test_streamed_events_are_numbered_and_say_what_they_belong_to() -> None:
     assert (text, thinking) == ("Off to 🚀.", "Where to?\n")
 
 
-async def test_14_3_the_async_sdk_reads_the_same() -> None:
+async def test_14_3_async_sdk_reads_same() -> None:
     whole = await Node().parallel().responses.create(model="m", input="hi", tools=[TOOL])
     async with Node().parallel().responses.stream(model="m", input="hi", tools=[TOOL]) as stream:
         found = await stream.get_final_response()
@@ -272,7 +274,8 @@ class Trip(BaseModel):
     days: int
 
 
-def test_parse_gives_what_the_schema_asks_for() -> None:
+def test_parse_returns_the_schema() -> None:
+    """The SDK's `parse` gives what the schema asks for."""
     node = Node(Answer(parts=(TextPart('{"to": "Köln", "days": 2}'),), finish_reason="stop"))
     found = node.sync().responses.parse(model="m", input="hi", text_format=Trip)
     assert found.output_parsed == Trip(to="Köln", days=2)
@@ -284,14 +287,14 @@ def test_parse_gives_what_the_schema_asks_for() -> None:
         assert stream.get_final_response().output_parsed == Trip(to="Köln", days=2)
 
 
-def test_parsed_tools() -> None:
+def test_parsed_arguments_of_tools() -> None:
     tool = openai.pydantic_function_tool(Trip, name="go")
     found = Node().sync().responses.parse(model="m", input="hi", tools=[tool])
     calls = [item for item in found.output if item.type == "function_call"]
     assert calls[0].parsed_arguments == Trip(to="Köln", days=2)
 
 
-def test_logprobs_are_shown_to_who_asks() -> None:
+def test_logprobs_shown_on_request() -> None:
     token = TokenLogprob(
         data=b"Done.", logprob=-0.5, top=(Alternative(data=b"\xf0\x9f", logprob=float("-inf")),)
     )
@@ -333,7 +336,7 @@ def results(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("include", [[], ["reasoning.encrypted_content"]])
-def test_a_conversation_goes_round(include: Any) -> None:
+def test_conversation_round_trip(include: Any) -> None:
     """The SDK's own items, given back with results, read as what was answered."""
     node = Node()
     client = node.sync()
@@ -355,7 +358,7 @@ def test_a_conversation_goes_round(include: Any) -> None:
     ]
 
 
-def test_a_previous_response_is_built_on() -> None:
+def test_previous_response_is_extended() -> None:
     node = Node(ANSWER, SAID)
     client = node.sync()
     first = client.responses.create(model="m", input="hi", instructions="Be brief.")
@@ -377,7 +380,7 @@ def test_a_previous_response_is_built_on() -> None:
     assert node.requests[-1].conversation.messages[2].thinking == ANSWER.thinking
 
 
-def test_what_was_not_stored_is_not_known() -> None:
+def test_unstored_response_is_unknown() -> None:
     client = Node().sync()
     first = client.responses.create(model="m", input="hi", store=False)
     with pytest.raises(openai.BadRequestError, match="send the whole input") as caught:
@@ -385,7 +388,7 @@ def test_what_was_not_stored_is_not_known() -> None:
     assert caught.value.param == "previous_response_id"
 
 
-def test_items_may_be_referred_to() -> None:
+def test_item_references_are_resolved() -> None:
     """As the AI SDK does wherever `store` is not false."""
     node = Node()
     client = node.sync()
@@ -396,7 +399,7 @@ def test_items_may_be_referred_to() -> None:
     assert (echoed.text, echoed.thinking, echoed.calls) == (ANSWER.text, ANSWER.thinking, ANSWER.calls)
 
 
-def test_a_custom_tool_goes_round() -> None:
+def test_custom_tool_round_trip() -> None:
     patch = ToolCall(id="call_ab0", name="apply_patch", arguments='{"input": "*** Begin\\n+ü\\n"}')
     node = Node(Answer(parts=(patch,), finish_reason="tool_calls"), SAID)
     client = node.sync()
@@ -419,7 +422,7 @@ def test_a_custom_tool_goes_round() -> None:
     assert (json.loads(echoed.calls[0].arguments), told.text) == (json.loads(patch.arguments), "ok")
 
 
-def test_tokens_are_counted() -> None:
+def test_input_tokens_are_counted() -> None:
     assert Node().sync().responses.input_tokens.count(model="m", input="hi").input_tokens == 12
 
 
@@ -427,7 +430,7 @@ def test_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), OPENAI_ERRORS)
-def test_the_sdk_raises_its_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
+def test_sdk_raises_own_error(kind: FaultKind, error: type[openai.APIStatusError]) -> None:
     node = Node(faults=(Fault(kind=kind, message="One sentence.", path="$.a", prompt_tokens=9, limit=8),))
     with pytest.raises(error) as caught:
         node.sync().responses.create(model="m", input="hi")
@@ -436,7 +439,7 @@ def test_the_sdk_raises_its_own_error(kind: FaultKind, error: type[openai.APISta
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_14_22_the_sdk_waits_as_long_as_it_is_told(autojump_clock: trio.testing.MockClock) -> None:
+async def test_14_22_sdk_obeys_retry_after(autojump_clock: trio.testing.MockClock) -> None:
     busy = Fault(kind="overloaded", message="One sentence.", retry_after_s=7)
     node = Node(faults=(busy, busy))
     found = await node.parallel(max_retries=2).responses.create(model="m", input="hi")
@@ -444,7 +447,7 @@ async def test_14_22_the_sdk_waits_as_long_as_it_is_told(autojump_clock: trio.te
     assert trio.current_time() >= 14
 
 
-def test_what_we_can_not_read_is_said_with_its_path() -> None:
+def test_unreadable_input_named_with_path() -> None:
     with pytest.raises(openai.BadRequestError, match="text only") as caught:
         Node().sync().responses.create(
             model="m",
@@ -455,7 +458,8 @@ def test_what_we_can_not_read_is_said_with_its_path() -> None:
     assert caught.value.param == "input[0].content[0]"
 
 
-def test_14_8_a_stream_that_must_not_be_tried_again_says_so() -> None:
+def test_14_8_final_stream_failure() -> None:
+    """A stream that must not be tried again says so."""
     node = Node(breaks=Fault(kind="context_too_long", message="Too long.", prompt_tokens=9, limit=8))
     events = list(node.sync().responses.create(model="m", input="hi", stream=True))
     last = events[-1]
@@ -465,7 +469,7 @@ def test_14_8_a_stream_that_must_not_be_tried_again_says_so() -> None:
     assert "maximum context length is 8 tokens" in last.response.error.message
 
 
-def test_an_answer_that_was_cut_is_incomplete() -> None:
+def test_cut_answer_is_incomplete() -> None:
     node = Node(Answer(parts=(TextPart("Half a"),), finish_reason="length"))
     found = node.sync().responses.create(model="m", input="hi", max_output_tokens=2)
     assert found.incomplete_details is not None

@@ -70,29 +70,30 @@ def refusal(body: bytes) -> tuple[str, str | None]:
         ({"inner": {"inner": {"count": -3}}}, "$.inner.inner.count", "count must be at least 1, not -3"),
     ],
 )
-def test_a_validator_refuses_with_the_path_of_its_field(body: object, path: str, sentence: str) -> None:
+def test_validator_refuses_with_field_path(body: object, path: str, sentence: str) -> None:
     assert refusal(json.dumps(body).encode()) == (sentence, path)
 
 
 @pytest.mark.parametrize(
     "body", [{}, {"heat": 0, "share": 1, "count": 1, "stop": [], "old": None}, {"heat": 2.0, "stop": None}]
 )
-def test_the_edges_fit(body: object) -> None:
+def test_boundary_values_are_accepted(body: object) -> None:
     read_body(json.dumps(body).encode(), Shape)
 
 
-def test_unknown_fields_are_taken_and_named_where_they_say_something() -> None:
+def test_unknown_fields_named_unless_null() -> None:
+    """Unknown fields are taken, and named where they say something."""
     found, unknown = read_body(b'{"text":"t","new":1,"inner":{"newer":2},"nothing":null}', Shape)
     assert found.text == "t"
     assert unknown == ("$.new",)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"text": NaN}', b'{"text":"\xff"}'])
-def test_what_is_no_json_is_refused(body: bytes) -> None:
+def test_non_json_is_refused(body: bytes) -> None:
     assert "the body is" in refusal(body)[0]
 
 
-def test_another_json_value_is_refused() -> None:
+def test_non_object_is_refused() -> None:
     assert refusal(b"[]") == ("the body must be an object, not a list", "$")
 
 
@@ -107,7 +108,8 @@ def test_another_json_value_is_refused() -> None:
         (rb"\uD83D\uDE00", "\U0001f600"),
     ],
 )
-def test_text_that_javascript_cut_inside_an_emoji_is_mended(written: bytes, read: str) -> None:
+def test_split_surrogates_are_mended(written: bytes, read: str) -> None:
+    """Text that JavaScript cut inside an emoji is mended."""
     assert read_body(b'{"text":"' + written + b'"}', Shape)[0].text == read
 
 
@@ -118,17 +120,18 @@ def test_mending_changes_surrogates_and_nothing_else(text: str) -> None:
     assert found == wanted
 
 
-def test_text_is_put_together_without_what_is_empty() -> None:
+def test_paragraphs_skip_empty_texts() -> None:
     assert paragraphs(["a", "", "b\n", "c"]) == "a\nb\n\nc"
     assert paragraphs([]) == paragraphs([""]) == ""
     assert (as_tuple(None), as_tuple("a"), as_tuple(("a", "b"))) == ((), ("a",), ("a", "b"))
 
 
-def test_compact_json_keeps_the_order_of_keys() -> None:
+def test_compact_json_keeps_key_order() -> None:
     assert compact({"b": [1, 1.0, None], "a": "ü"}) == '{"b":[1,1.0,null],"a":"ü"}'
 
 
-def test_a_body_nested_too_deeply_to_be_written_again_is_refused() -> None:
+def test_too_deeply_nested_body_is_refused() -> None:
+    """A body nested too deeply to be written again is refused."""
     for depth, taken in ((NESTED, True), (NESTED + 1, False), (1000, False)):
         body = b"[" * depth + b"]" * depth
         if taken:
@@ -143,7 +146,8 @@ def test_a_body_nested_too_deeply_to_be_written_again_is_refused() -> None:
     assert read_value(wide) == [[] for _ in range(1000)]
 
 
-def test_json_a_model_wrote_is_read_with_numbers_of_any_size_and_without_pythons_words() -> None:
+def test_model_json_with_large_numbers() -> None:
+    """JSON that a model wrote may have numbers of any size, and no words of Python."""
     assert parse_strict_json('{"n": 123456789012345678901234567890}') == {"n": 123456789012345678901234567890}
     for text in ("NaN", '{"n": Infinity}', "", "{", "[" * 100_000):
         with pytest.raises((ValueError, RecursionError)):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from polarnode.providers.contract import DONE, event
 
 
-def test_an_event_is_named_only_when_asked() -> None:
+def test_event_named_only_when_asked() -> None:
     assert event({"a": 1}) == b'data: {"a":1}\n\n'
     assert event({"a": 1}, name="ping") == b'event: ping\ndata: {"a":1}\n\n'
     assert DONE == b"data: [DONE]\n\n"

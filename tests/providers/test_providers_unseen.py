@@ -97,7 +97,7 @@ MCP = {"type": "image", "data": PNG, "mimeType": "image/png"}
         ),
     ],
 )
-def test_bytes_in_text_are_described(text: str, shown: str) -> None:
+def test_encoded_bytes_in_text_are_described(text: str, shown: str) -> None:
     assert replace_media(text) == shown
 
 
@@ -112,7 +112,7 @@ def test_bytes_in_text_are_described(text: str, shown: str) -> None:
         '{"mimeType": "image/png", ' + "[" * 2000,
     ],
 )
-def test_text_about_data_stays(text: str) -> None:
+def test_text_about_data_is_kept(text: str) -> None:
     assert replace_media(text) == text
 
 
@@ -162,7 +162,7 @@ def test_part_beside_a_result_is_described(part: dict[str, Any], first: bool) ->
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses", "google"])
-def test_parts_of_mcp_are_described(path: str) -> None:
+def test_mcp_parts_are_described(path: str) -> None:
     """As parts of a result, and as JSON in its text."""
     parts = [MCP, {"type": "audio", "data": PNG, "mimeType": "audio/wav"}]
     for given in (parts, [{"type": "text", "text": json.dumps({"content": parts})}]):

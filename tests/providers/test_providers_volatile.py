@@ -22,7 +22,8 @@ def user(text: str) -> Message:
     return Message(role="user", text=text)
 
 
-def test_14_19_openclaws_last_message_goes_so_that_each_request_extends_the_one_before() -> None:
+def test_14_19_openclaw_last_message_goes() -> None:
+    """OpenClaw's last message goes, so that each request extends the one before."""
     first, dropped = without_volatile((OPENCLAW, PROMPT, user(CONTEXT)))
     assert (first, dropped) == ((OPENCLAW, PROMPT), True)
     second, dropped = without_volatile(
@@ -41,7 +42,7 @@ def test_14_19_openclaws_last_message_goes_so_that_each_request_extends_the_one_
         (f"One.\n  {BEGIN} \nx\n\t{END}", "One."),
     ],
 )
-def test_a_persons_words_beside_a_context_stay(text: str, rest: str) -> None:
+def test_person_words_beside_context_stay(text: str, rest: str) -> None:
     assert without_volatile((OPENCLAW, user(text), CALLED, RESULT)) == (
         (OPENCLAW, user(rest), CALLED, RESULT),
         True,
@@ -67,22 +68,26 @@ def test_a_persons_words_beside_a_context_stay(text: str, rest: str) -> None:
         (),
     ],
 )
-def test_what_is_no_context_or_is_the_question_stays(messages: tuple[Message, ...]) -> None:
+def test_question_or_other_text_stays(messages: tuple[Message, ...]) -> None:
+    """A message that is no context, or is the question, stays."""
     assert without_volatile(messages) == (messages, False)
 
 
-def test_a_last_message_of_nothing_else_goes_though_nothing_explains_it() -> None:
+def test_unexplained_context_message_goes() -> None:
+    """A last message of nothing else goes though nothing explains it."""
     assert without_volatile((PROMPT, CALLED, RESULT, user(CONTEXT))) == ((PROMPT, CALLED, RESULT), True)
 
 
-def test_many_marks_cost_no_more_than_their_length() -> None:
+def test_many_markers_take_linear_time() -> None:
+    """Many marks cost no more than their length."""
     hostile = (OPENCLAW, PROMPT, user(f"{BEGIN}\n" * 100_000))
     before = process_time()
     assert without_volatile(hostile) == (hostile, False)
     assert process_time() - before < 5  # a fraction of a second; hours if each mark looked for its end
 
 
-def test_14_13_claude_codes_billing_line_goes_and_no_other() -> None:
+def test_14_13_only_billing_line_goes() -> None:
+    """Claude Code's billing line goes, and no other."""
     assert without_billing_line("x-anthropic-billing-header: cc_version=2; cch=ab;\nYou code.") == "You code."
     assert without_billing_line("x-anthropic-billing-header: alone") == ""
     assert (
@@ -97,7 +102,8 @@ DID_NOTHING = Message(role="assistant", text="No response requested.")
 TALK = (OPENCLAW, PROMPT, CALLED, RESULT)
 
 
-def test_the_marker_goes_wherever_it_stands_and_what_claude_put_before_it() -> None:
+def test_resume_marker_goes_everywhere() -> None:
+    """The marker goes wherever it stands, with what Claude put before it."""
     marker, answer = user(RESUME_MARKER), Message(role="assistant", text="The file is written.")
     assert without_marker((*TALK, marker)) == TALK
     assert without_marker((*TALK, DID_NOTHING, marker)) == TALK
@@ -106,7 +112,8 @@ def test_the_marker_goes_wherever_it_stands_and_what_claude_put_before_it() -> N
     assert without_marker(later) == (*TALK, CALLED, RESULT, answer)
 
 
-def test_what_claude_tells_of_its_environment_goes_with_the_marker_alone() -> None:
+def test_environment_update_goes_with_marker() -> None:
+    """Claude's update on its environment goes only beside a marker."""
     update = Message(role="system", text="# Environment update\n - Is a git repository: true (was false)")
     marker, other = user(RESUME_MARKER), Message(role="system", text="ToolSearch is no longer available.")
     both = Message(role="system", text=f"{update.text}\n\n{other.text}")
@@ -118,7 +125,7 @@ def test_what_claude_tells_of_its_environment_goes_with_the_marker_alone() -> No
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_markers_beside_each_other(times: int) -> None:
+def test_adjacent_markers_all_go(times: int) -> None:
     """A fork by resume that is forked by resume at its own first turn has a marker for each."""
     update = Message(role="system", text="# Environment update\n - Is a git repository: true (was false)")
     marker, told = user(RESUME_MARKER), (user(RESUME_MARKER), update)
@@ -136,7 +143,8 @@ def test_markers_beside_each_other(times: int) -> None:
         (f"One.\n\n{RESUME_MARKER}\n  Two.", "One.\n\n  Two."),
     ],
 )
-def test_other_parts_of_the_markers_message_stay_as_they_are(text: str, rest: str) -> None:
+def test_text_beside_marker_stays(text: str, rest: str) -> None:
+    """Other parts of the marker's message stay as they are."""
     assert without_marker((*TALK, user(text))) == (*TALK, user(rest))
 
 
@@ -150,5 +158,6 @@ def test_other_parts_of_the_markers_message_stay_as_they_are(text: str, rest: st
         (*TALK, DID_NOTHING, user("Go on.")),  # the model's own words
     ],
 )
-def test_nothing_else_goes_with_the_marker(messages: tuple[Message, ...]) -> None:
+def test_only_marker_messages_go(messages: tuple[Message, ...]) -> None:
+    """Nothing else goes with the marker."""
     assert without_marker(messages) == messages

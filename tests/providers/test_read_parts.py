@@ -49,7 +49,7 @@ def test_a_request_is_read_as_if_it_were_the_first(requests: list[list[Any]]) ->
         assert read(parts, json.loads(json.dumps(value))) == structure(value, ChatRequest)
 
 
-def test_what_was_read_is_not_read_again() -> None:
+def test_known_parts_are_not_reread() -> None:
     parts = PartsCache()
     first = read(parts, body(USER, SAID))
     second = read(parts, body(USER, SAID, RESULT))
@@ -60,7 +60,8 @@ def test_what_was_read_is_not_read_again() -> None:
     assert third.messages[1] is first.messages[1]
 
 
-def test_a_part_of_another_shape_or_list_is_read() -> None:
+def test_other_shape_or_list_is_reread() -> None:
+    """A part of another shape or list is read."""
     parts = PartsCache()
     chat = read(parts, body(USER))
     messages = read(parts, body(USER, max_tokens=3), MessagesRequest)
@@ -68,14 +69,15 @@ def test_a_part_of_another_shape_or_list_is_read() -> None:
     assert type(messages.messages[0]).__module__.endswith("anthropic.shapes")
 
 
-def test_parts_that_stay_json_are_never_replaced() -> None:
+def test_plain_json_parts_stay() -> None:
     parts = PartsCache()
     value = {"model": "m", "input": [USER, SAID]}
     for _ in range(2):
         assert read(parts, value, ResponsesRequest).input == (USER, SAID)
 
 
-def test_interleaved_agents_are_all_remembered_and_the_oldest_is_forgotten() -> None:
+def test_interleaved_agents_are_remembered() -> None:
+    """Interleaved agents are all remembered, and the oldest is forgotten."""
     parts = PartsCache()
     agents = [{"role": "user", "content": f"agent {number}"} for number in range(_MAX_REQUESTS + 1)]
     first = [read(parts, body(each)).messages[0] for each in agents]
@@ -85,7 +87,8 @@ def test_interleaved_agents_are_all_remembered_and_the_oldest_is_forgotten() -> 
     ] * _MAX_REQUESTS
 
 
-def test_what_was_made_of_a_part_is_not_made_again_for_the_same_part_alone() -> None:
+def test_part_conversion_is_cached_by_identity() -> None:
+    """A part that is the same object is converted once; an equal one is converted anew."""
     parts, made = PartsCache(), []
 
     def text(shape: Any) -> list[str]:
@@ -105,7 +108,8 @@ def test_what_was_made_of_a_part_is_not_made_again_for_the_same_part_alone() -> 
     assert len({id(text) for text in parts.convert(equal, text)}) == 2  # equal is not the same
 
 
-def test_what_was_made_of_a_list_is_the_same_value_for_the_same_list() -> None:
+def test_list_conversion_is_cached() -> None:
+    """The same list is converted once and gives the same value."""
     parts = PartsCache()
     first, second = (read(parts, body(USER, SAID)).messages for _ in range(2))
     made = parts.convert_list(first, list)
@@ -116,7 +120,8 @@ def test_what_was_made_of_a_list_is_the_same_value_for_the_same_list() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"role": "user", "content": 3}, {"role": "nobody"}, "text", None, [], 3])
-def test_a_refusal_names_the_same_field_and_nothing_of_it_is_kept(wrong: Any) -> None:
+def test_refusal_names_field_keeps_nothing(wrong: Any) -> None:
+    """A refusal names the same field, and nothing of it is kept."""
     parts = PartsCache()
     read(parts, body(USER))
     with pytest.raises(Refused) as expected:
@@ -127,7 +132,8 @@ def test_a_refusal_names_the_same_field_and_nothing_of_it_is_kept(wrong: Any) ->
         assert (refused.value.path, str(refused.value)) == (expected.value.path, str(expected.value))
 
 
-def test_a_body_too_deep_to_be_written_is_read_whole() -> None:
+def test_too_deep_body_is_read_whole() -> None:
+    """A body too deep to be written is read whole."""
     deep: Any = {}
     for _ in range(300):
         deep = {"a": deep}
@@ -136,7 +142,7 @@ def test_a_body_too_deep_to_be_written_is_read_whole() -> None:
     assert read(parts, value) == structure(value, ChatRequest)
 
 
-def test_a_session_s_bodies_are_read_with_its_parts() -> None:
+def test_session_bodies_share_read_parts() -> None:
     parts = PartsCache()
     first, unknown = read_body(json.dumps(body(USER, odd=1)).encode(), ChatRequest, parts)
     second, _ = read_body(json.dumps(body(USER, SAID)).encode(), ChatRequest, parts)

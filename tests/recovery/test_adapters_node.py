@@ -48,7 +48,8 @@ def push(client: PolarnodeClient, name: str, version: str, folder: Path) -> Any:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("place", ["lora_rank = 8\ncontext_length = 4096\n"], indirect=True)
-def test_sessions_of_three_adapters_at_once_are_sampled_by_their_own(place: Place, tmp_path: Path) -> None:
+def test_concurrent_sessions_use_own_adapters(place: Place, tmp_path: Path) -> None:
+    """Sessions of three adapters at once are sampled by their own."""
     folders = {
         name: write_adapter(tmp_path / name, seed=at) for at, name in enumerate(("a-1", "b-1", "c-1", "a-2"))
     }
@@ -92,9 +93,8 @@ def test_sessions_of_three_adapters_at_once_are_sampled_by_their_own(place: Plac
 
 
 @pytest.mark.parametrize("place", [f"lora_rank = 8\n{AT_ONCE}"], indirect=True)
-def test_a_node_that_is_killed_while_an_adapter_arrives_serves_the_one_before(
-    place: Place, tmp_path: Path
-) -> None:
+def test_killed_node_serves_previous_adapter(place: Place, tmp_path: Path) -> None:
+    """A node that is killed while an adapter arrives serves the one before."""
     first, second = write_adapter(tmp_path / "1"), write_adapter(tmp_path / "2", seed=2)
     files = place.state_dir / "adapters"
     with place.serving() as node:

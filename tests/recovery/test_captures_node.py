@@ -26,7 +26,8 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
         yield place_at(tmp_path, temporary, settings=AT_ONCE)
 
 
-def test_a_killed_node_makes_them_interrupted_trajectories_and_a_stopped_one_ends_them(place: Place) -> None:
+def test_kill_interrupts_and_stop_ends_captures(place: Place) -> None:
+    """A killed node makes captures interrupted trajectories, and a stopped one ends them."""
     with place.serving() as node:
         killed = call(node, "POST", "/v1/capture", {"metadata": {"row": 1}})
         texts = [Told(killed["env"]).chat(f"go on {turn}") for turn in range(2)]
@@ -63,7 +64,8 @@ def test_a_killed_node_makes_them_interrupted_trajectories_and_a_stopped_one_end
         assert kinds == ["trajectory", "group", "task"] * 2
 
 
-def test_the_doors_of_captures_and_of_containers_open_to_their_own_keys_alone(place: Place) -> None:
+def test_capture_and_container_keys_are_separate(place: Place) -> None:
+    """The endpoints of captures and of containers open to their own keys alone."""
     with place.serving() as node:
         opened = call(node, "POST", "/v1/capture", {})
         door = opened["base_urls"]["openai"]
@@ -86,7 +88,7 @@ def _told_by(node: ServingNode, session_id: str) -> "tuple[str, list[int]] | Non
     return (json.loads(lines[0])["key"], json.loads(lines[0])["old"]) if lines else None
 
 
-async def test_a_port_that_is_taken_is_named() -> None:
+async def test_taken_port_is_named() -> None:
     with listening_socket(Address(host="127.0.0.1", port=0)) as taken:
         config = NodeConfig(capture_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"capture_port .* choose another, or 0"):

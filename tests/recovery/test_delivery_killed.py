@@ -117,7 +117,8 @@ def killed_in_a_round(chance: random.Random) -> list[str]:
     return chosen
 
 
-def test_nothing_is_missing_and_every_repeat_is_known(tmp_path: Path) -> None:
+def test_nothing_missing_and_repeats_recognised(tmp_path: Path) -> None:
+    """Nothing is missing, and every repeat is known."""
     print(f"POLARNODE_DELIVERY_SEED={SEED}")
     with stage_at(tmp_path) as stage:
         began = time.monotonic()
@@ -219,7 +220,7 @@ class Dying(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def test_a_line_that_the_node_s_death_cut_off_is_no_event(tmp_path: Path) -> None:
+def test_truncated_line_is_no_event(tmp_path: Path) -> None:
     """urllib gives what came of it and raises nothing."""
     learned: list[str] = []
     with HTTPServer(("127.0.0.1", 0), Dying) as server:

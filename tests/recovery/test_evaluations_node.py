@@ -41,7 +41,8 @@ def published(node: ServingNode) -> tuple[bytes, list[tuple[int, str]]]:
     return b"".join(node.client.export_bytes(turns="full", arrays="base64")), events
 
 
-def test_a_wrong_test_is_mended_and_a_node_killed_meanwhile_goes_on(place: Place, tmp_path: Path) -> None:
+def test_evaluation_is_fixed_and_survives_kill(place: Place, tmp_path: Path) -> None:
+    """A wrong test is mended, and a node that is killed meanwhile goes on."""
     task = place.task(num_samples=2, turns=1) | {"task_id": "t", "evaluator": WRONG}
     task["runtime"]["keep_workspace"] = True
     with place.serving() as node:

@@ -127,7 +127,7 @@ def test_cancelled_in_any_phase(house: House, phase: str) -> None:
     assert not house.node.client.cancel(task_id)
 
 
-def test_out_of_time(house: House) -> None:
+def test_session_runs_out_of_time(house: House) -> None:
     final = house.ended(house.submit(turns=None, pause=0.1, budgets={"run_s": 3.0}))
     assert (final.outcome.status, final.outcome.clock, final.attempt) == ("timeout", "run", 0)
     assert house.told(final.session_id)
@@ -135,7 +135,7 @@ def test_out_of_time(house: House) -> None:
 
 
 @pytest.mark.parametrize(("end", "exit_code"), [(3, 3), ("SIGSEGV", 139)])
-def test_a_harness_that_crashes(house: House, end: int | str, exit_code: int) -> None:
+def test_crashing_harness_has_exit_code(house: House, end: int | str, exit_code: int) -> None:
     final = house.ended(house.submit(turns=2, end=end))
     assert (final.outcome.status, final.outcome.exit_code, final.attempt) == ("failed", exit_code, 0)
     assert texts_of(final) == house.told(final.session_id)
@@ -146,7 +146,7 @@ def test_a_harness_that_crashes(house: House, end: int | str, exit_code: int) ->
 
 
 @pytest.mark.parametrize("killed", ["container", "monitor"])
-def test_a_container_or_a_harness_monitor_that_is_killed_from_outside(house: House, killed: str) -> None:
+def test_killed_container_or_monitor(house: House, killed: str) -> None:
     task_id = house.submit(turns=6, pause=0.5)
     first = house.in_phase(task_id, "run", turns=2)
     container = container_of(house, first)
@@ -193,7 +193,7 @@ def container_of(house: House, session_id: str) -> str:
     raise AssertionError(f"no container holds session {session_id}")
 
 
-def test_a_podman_service_that_dies(house: House) -> None:
+def test_podman_service_dies(house: House) -> None:
     """Its containers live on; a run whose exit code went with it is tried again, and the next service is
     there by then.
     """
@@ -218,7 +218,7 @@ def service_of(node: ServingNode) -> int:
 
 
 @pytest.mark.parametrize("patience", [120.0, 0.0])
-def test_an_engine_host_that_dies(house: House, patience: float) -> None:
+def test_engine_host_dies(house: House, patience: float) -> None:
     """A harness that asks again goes on where it was; one that gives up is tried again."""
     task_id = house.submit(turns=40, patience=patience)
     first = house.in_phase(task_id, "run", turns=3)
@@ -247,7 +247,7 @@ def test_an_engine_host_that_dies(house: House, patience: float) -> None:
 # ── what can not be ───────────────────────────────────────────────────────────
 
 
-def test_two_nodes_on_one_state_folder(house: House) -> None:
+def test_two_nodes_on_one_folder(house: House) -> None:
     second = evolve(house.place, port=free_port()).start()
     try:
         assert second.process.wait() != 0

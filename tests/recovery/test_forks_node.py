@@ -48,7 +48,8 @@ def finished(node: ServingNode, name: str) -> list[Trajectory]:
     ]
 
 
-def test_forks_of_an_earlier_life_and_one_whose_node_is_killed(place: Place) -> None:
+def test_forks_after_restart_and_kill(place: Place) -> None:
+    """Forks of sessions of an earlier life, and a fork whose node is killed."""
     with place.serving() as node:
         node.client.submit(task_of(place, "parent"))
         [parent] = finished(node, "parent")

@@ -48,7 +48,8 @@ def small_disk(at: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 
-def test_a_full_disk_refuses_new_tasks_and_loses_no_running_one(podman_works: None, tmp_path: Path) -> None:
+def test_full_disk_loses_no_running_task(podman_works: None, tmp_path: Path) -> None:
+    """A full disk refuses new tasks, and loses no running one."""
     with short_temporary() as temporary, small_disk(tmp_path / "disk") as disk:
         # sessions begin whatever room there is
         place = place_at(disk, temporary, settings=f"disk_reserve_mb = 0\n{SETTINGS}")

@@ -58,7 +58,7 @@ def unfinished(client: PolarnodeClient) -> int:
     return sum(not task["finished"] for task in client.tasks(limit=100))
 
 
-def test_groups_stop_early_whatever_kills_their_node(place: Place) -> None:
+def test_early_stop_survives_node_kills(place: Place) -> None:
     chance = random.Random(SEED)
     print(f"POLARNODE_KILL_SEED={SEED}")
     with place.serving() as node:

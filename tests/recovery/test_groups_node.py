@@ -59,7 +59,8 @@ def update(node: ServingNode, folder: Path, *versions: str) -> None:
         node.client.update_weights(version, path=shutil.copytree(TINY_MODEL, folder / version))
 
 
-def test_a_session_says_how_far_behind_it_was_and_is_used_or_not(place: Place, tmp_path: Path) -> None:
+def test_staleness_decides_session_use(place: Place, tmp_path: Path) -> None:
+    """A session says how far behind it was, and is used or not."""
     flags = tmp_path / "flags"
     flags.mkdir()
     with place.serving() as node:

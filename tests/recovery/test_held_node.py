@@ -55,7 +55,8 @@ def frozen(node: ServingNode) -> int:
 
 
 @kept_limits  # who is frozen is in a control group of their own
-def test_held_and_frozen_sessions_lose_nothing_and_survive_a_kill(podman_works: None, tmp_path: Path) -> None:
+def test_held_and_frozen_sessions_survive_kill(podman_works: None, tmp_path: Path) -> None:
+    """Held and frozen sessions lose nothing, and survive a kill."""
     short = tmp_path / "short"
     with short_temporary() as temporary:
         place = place_at(tmp_path, temporary, settings=SETTINGS)

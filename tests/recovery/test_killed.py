@@ -197,7 +197,7 @@ def serves(node: ServingNode) -> None:
     until(answers, "the node serves")
 
 
-def test_a_node_that_is_killed_again_and_again_loses_nothing(podman_works: None, tmp_path: Path) -> None:
+def test_repeated_kills_lose_nothing(podman_works: None, tmp_path: Path) -> None:
     print(f"POLARNODE_KILL_SEED={SEED}")
     chance = random.Random(SEED)
     with short_temporary() as temporary:

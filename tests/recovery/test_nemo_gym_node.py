@@ -99,9 +99,7 @@ def rollout(url: str, row: "dict[str, Any]") -> VerifyResponse:
     return VerifyResponse.model_validate(answer.json())
 
 
-def test_rows_become_rollouts_whose_tokens_are_those_of_their_trajectories(
-    place: Place, tmp_path: Path
-) -> None:
+def test_rollout_tokens_match_trajectories(place: Place, tmp_path: Path) -> None:
     (tmp_path / "ledger.py").write_text(HARNESS.read_text())
     template = tmp_path / "template.toml"
     template.write_text(TEMPLATE)
@@ -133,9 +131,8 @@ def test_rows_become_rollouts_whose_tokens_are_those_of_their_trajectories(
         assert AggregateMetrics.model_validate(metrics.json()).key_metrics == {"mean/reward": 0.5}
 
 
-def test_an_instruction_alone_is_an_answer_and_who_leaves_takes_its_session_along(
-    place: Place, tmp_path: Path
-) -> None:
+def test_call_alone_and_client_that_leaves(place: Place, tmp_path: Path) -> None:
+    """An instruction alone is an answer, and a client that leaves takes its session along."""
     (tmp_path / "ledger.py").write_text(HARNESS.read_text())
     template = tmp_path / "template.toml"
     template.write_text(
@@ -164,7 +161,7 @@ def test_an_instruction_alone_is_an_answer_and_who_leaves_takes_its_session_alon
             )
 
 
-def test_a_template_that_can_not_be_ends_the_program_with_a_sentence(tmp_path: Path) -> None:
+def test_invalid_template_ends_with_sentence(tmp_path: Path) -> None:
     template = tmp_path / "template.toml"
     template.write_text('instruction = "{{inptu}}"\n')
     ended = subprocess.run(

@@ -128,7 +128,7 @@ def samples_of(result: polar.SessionResult) -> list[tuple[list[int], list[int], 
     return samples
 
 
-async def test_a_bridge_trains_on_the_very_tokens_of_the_node(place: Place) -> None:
+async def test_bridge_trains_on_exact_node_tokens(place: Place) -> None:
     async with life(place) as node, open_receiver() as receiver:
         client = client_of(node)
         result = await trained(client, receiver, request("step-1"))
@@ -162,7 +162,7 @@ async def test_a_bridge_trains_on_the_very_tokens_of_the_node(place: Place) -> N
         assert (await trained(client, receiver, request("step-2", samples=1))).status == "completed"
 
 
-async def test_who_runs_out_of_time_keeps_its_rows_and_who_is_ended_too(place: Place) -> None:
+async def test_timed_out_and_cancelled_keep_rows(place: Place) -> None:
     """Where Polar has nothing: a session that was timed out, and one that was cancelled."""
     async with life(place) as node:
         client = client_of(node)
@@ -185,7 +185,7 @@ async def test_who_runs_out_of_time_keeps_its_rows_and_who_is_ended_too(place: P
         assert [sum(sample[1]) > 0 for sample in samples_of(off.results[0])] == [True]
 
 
-async def test_each_result_is_told_over_the_deaths_of_node_and_trainer(place: Place) -> None:
+async def test_each_result_survives_both_deaths(place: Place) -> None:
     """The trainer refuses, hangs and is gone, the node is killed between; at the end each result was taken,
     and none more often than it was tried.
     """

@@ -90,9 +90,8 @@ def place(folder: Path, settings: str) -> Iterator[Place]:
         yield place_at(folder, temporary, settings=settings)
 
 
-def test_an_agent_elsewhere_is_recorded_as_one_here_and_a_killed_node_keeps_its_turns(
-    podman_works: None, tmp_path: Path, machine: Machine
-) -> None:
+def test_remote_agent_is_recorded_and_kept(podman_works: None, tmp_path: Path, machine: Machine) -> None:
+    """An agent elsewhere is recorded as one here, and a killed node keeps its turns."""
     authority = CertificateAuthority(tmp_path)
     chain, key = authority.issue(machine.here)
     remote = f'capture_listen = "{machine.here}"\ncapture_tls_cert = "{chain}"\ncapture_tls_key = "{key}"\n'

@@ -33,7 +33,7 @@ def answers_in(tar: Path) -> list[str]:
         return [json.loads(line)["text"] for line in found.read().splitlines()[1:]]
 
 
-def test_a_node_keeps_what_its_sessions_had_before_a_turn(place: Place) -> None:
+def test_snapshots_before_turns_survive_restart(place: Place) -> None:
     task = place.task(num_samples=2, turns=4) | {"task_id": "t", "snapshot_at": [0, 2]}
     with place.serving() as node:
         node.client.submit(task)

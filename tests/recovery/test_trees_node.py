@@ -24,7 +24,7 @@ def place(podman_works: None, tmp_path: Path) -> Iterator[Place]:
         yield place_at(tmp_path, temporary, settings=AT_ONCE)
 
 
-def test_a_problem_is_sampled_as_a_tree_and_each_token_is_trained_once(place: Place) -> None:
+def test_tree_trains_each_token_once(place: Place) -> None:
     task = place.task(turns=TURNS, begin="the same way") | {"num_samples": 6, "evaluator": COIN}
     with place.serving() as node:
         [forest] = sample_trees(node.client, [read_task(task)], ForkPolicy(at=(2, 4), per_session=2))

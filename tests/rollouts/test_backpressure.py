@@ -32,7 +32,7 @@ async def roomy(tmp_path: Path) -> JournalStatistics:
         return evolve(journal.statistics(), **plenty)
 
 
-async def test_a_quiet_node_has_room(roomy: JournalStatistics) -> None:
+async def test_quiet_node_has_room(roomy: JournalStatistics) -> None:
     assert backpressure(roomy, **QUIET) is None
     assert backpressure(roomy, pending=92, more=8, limit=100) is None
 
@@ -45,20 +45,22 @@ async def test_a_quiet_node_has_room(roomy: JournalStatistics) -> None:
         ({"unacknowledged_bytes": 960 << 20}, "960 of 1000 MiB are kept that no consumer has acknowledged"),
     ],
 )
-async def test_each_shortage_is_named(roomy: JournalStatistics, wrong: dict[str, int], words: str) -> None:
+async def test_each_shortage_names_its_cause(
+    roomy: JournalStatistics, wrong: dict[str, int], words: str
+) -> None:
     assert words in (backpressure(evolve(roomy, **wrong), **QUIET) or "")
 
 
-async def test_without_a_consumer_the_oldest_may_be_forgotten(roomy: JournalStatistics) -> None:
+async def test_oldest_results_forgotten_without_consumer(roomy: JournalStatistics) -> None:
     assert backpressure(evolve(roomy, unacknowledged_bytes=999 << 20, positions={}), **QUIET) is None
 
 
-async def test_a_queue_has_an_end(roomy: JournalStatistics) -> None:
+async def test_task_queue_is_limited(roomy: JournalStatistics) -> None:
     assert "over pending_limit (100)" in (backpressure(roomy, pending=93, more=8, limit=100) or "")
 
 
 @pytest.mark.podman
-async def test_a_node_takes_no_more_than_it_has_room_for(tmp_path: Path) -> None:
+async def test_full_node_refuses_tasks(tmp_path: Path) -> None:
     """Refused tasks leave nothing; the same one is taken when there is room."""
     task = codec.read_task(
         {"task_id": "t", "num_samples": 3, "instruction": "x", "harness": {"command": ["true"]}}

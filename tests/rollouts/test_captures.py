@@ -61,7 +61,7 @@ async def kept(desk: Desk, session_id: str) -> Trajectory:
 # ── a harness of one's own ────────────────────────────────────────────────────
 
 
-def test_sdks_made_by_two_threads_at_once() -> None:
+def test_sdks_made_by_two_threads() -> None:
     """Each with its own environment: mixed, a session is sampled under another one's key."""
     other_inside, first_has_read = threading.Event(), threading.Event()
 
@@ -83,7 +83,8 @@ def test_sdks_made_by_two_threads_at_once() -> None:
     assert not thread.is_alive()
 
 
-async def test_the_sdks_need_nothing_but_the_environment_and_the_end_is_a_trajectory(desk: Desk) -> None:
+async def test_sdks_configure_from_environment(desk: Desk) -> None:
+    """The SDKs need nothing but the environment, and the session's end is a trajectory."""
     opened = await desk.open(metadata={"row": 7})
     told = Told(opened["env"])
     said = [await in_thread(told.chat), await in_thread(told.messages)]
@@ -117,7 +118,8 @@ async def test_the_sdks_need_nothing_but_the_environment_and_the_end_is_a_trajec
     assert desk.tally.sessions == {"completed": 1}
 
 
-async def test_it_is_a_task_a_group_and_a_session_to_whoever_reads_those(desk: Desk) -> None:
+async def test_capture_is_task_group_and_session(desk: Desk) -> None:
+    """A capture is a task, a group and a session to all that read those."""
     opened = await desk.open(group_id="g")
     session_id, task_id = opened["session_id"], opened["task_id"]
     assert (await desk.caller.get(f"/v1/tasks/{task_id}")).json()["counts"] == {"pending": 1}
@@ -130,7 +132,8 @@ async def test_it_is_a_task_a_group_and_a_session_to_whoever_reads_those(desk: D
     assert group["data"]["group"]["rewards"] == [1.0]
 
 
-async def test_several_are_one_group_that_is_over_with_the_last_of_its_places(desk: Desk) -> None:
+async def test_group_ends_with_last_capture(desk: Desk) -> None:
+    """Several captures are one group, which is over with the last of its places."""
     two = {"task_id": "t", "num_samples": 2, "sampling": {"temperature": 1.0}}
     first = await desk.open(**two)
     await desk.end(first["session_id"], reward=0)
@@ -149,7 +152,7 @@ async def test_several_are_one_group_that_is_over_with_the_last_of_its_places(de
     assert [(place.sample_index, place.reward) for place in record.sessions] == [(0, 0.0), (1, 1.0)]
 
 
-async def test_two_at_once_keep_to_themselves(desk: Desk) -> None:
+async def test_concurrent_captures_stay_separate(desk: Desk) -> None:
     one, two = await desk.open(), await desk.open()
     async with trio.open_nursery() as nursery:
         for each in (one, two):
@@ -163,7 +166,8 @@ async def test_two_at_once_keep_to_themselves(desk: Desk) -> None:
     assert one["key"] != two["key"]
 
 
-async def test_a_path_with_the_key_in_it_serves_a_harness_that_sends_none(desk: Desk) -> None:
+async def test_key_in_path_authenticates_harness(desk: Desk) -> None:
+    """A path with the key in it serves a harness that sends no key."""
     opened = await desk.open()
     answer = await in_thread(asked, f"{opened['base_urls']['any']}/v1", "another-key")
     assert answer.status_code == 200
@@ -178,14 +182,15 @@ async def test_a_path_with_the_key_in_it_serves_a_harness_that_sends_none(desk: 
 # ── keys ──────────────────────────────────────────────────────────────────────
 
 
-async def test_a_wrong_key_and_no_key_open_nothing(desk: Desk) -> None:
+async def test_wrong_or_missing_key_is_refused(desk: Desk) -> None:
     url = (await desk.open())["base_urls"]["openai"]
     for key in ("sk-polarnode-guessed", None):
         answer = await in_thread(asked, url, key)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def test_a_web_page_of_another_origin_is_refused_even_with_the_key(desk: Desk) -> None:
+async def test_foreign_web_origin_is_refused(desk: Desk) -> None:
+    """A web page of another origin is refused, even with the key."""
     opened = await desk.open()
     url, key = opened["base_urls"]["openai"], {"Authorization": f"Bearer {opened['key']}"}
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -198,14 +203,16 @@ async def test_a_web_page_of_another_origin_is_refused_even_with_the_key(desk: D
     assert (await desk.end(opened["session_id"]))["turns"] == 1
 
 
-async def test_a_key_whose_capture_is_over_says_so(desk: Desk) -> None:
+async def test_finished_capture_key_is_explained(desk: Desk) -> None:
+    """The answer to the key of a finished capture says that it is over."""
     opened = await desk.open()
     await desk.end(opened["session_id"])
     answer = await in_thread(asked, opened["base_urls"]["openai"], opened["key"])
     assert answer.status_code == 410
 
 
-async def test_the_door_serves_models_and_nothing_of_the_control_plane(desk: Desk) -> None:
+async def test_capture_key_opens_no_control_plane(desk: Desk) -> None:
+    """A capture's key opens models and nothing of the control plane."""
     base = (await desk.open())["base_urls"]["anthropic"]
     caller = type(desk.caller)(url=base)
     for method, path in (
@@ -219,7 +226,8 @@ async def test_the_door_serves_models_and_nothing_of_the_control_plane(desk: Des
     assert (await in_thread(httpx.get, f"{base}/v1/models")).status_code == 200
 
 
-async def test_keys_are_told_once_and_stand_in_no_list(desk: Desk) -> None:
+async def test_keys_are_shown_only_once(desk: Desk) -> None:
+    """A key is in the first answer and in no list."""
     opened = await desk.open()
     listed, looked = (
         await desk.caller.get("/v1/capture"),
@@ -233,7 +241,8 @@ async def test_keys_are_told_once_and_stand_in_no_list(desk: Desk) -> None:
 # ── the end ───────────────────────────────────────────────────────────────────
 
 
-async def test_the_first_word_stands_and_the_answer_is_the_same_ever_after(tmp_path: Path) -> None:
+async def test_first_end_of_capture_stands(tmp_path: Path) -> None:
+    """The first end stands, and later ends get the same answer."""
     async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open()
         await in_thread(Told(opened["env"]).chat)
@@ -245,7 +254,7 @@ async def test_the_first_word_stands_and_the_answer_is_the_same_ever_after(tmp_p
         assert len(await desk.events()) == 3
 
 
-async def test_crew_and_title(tmp_path: Path) -> None:
+async def test_trains_every_agent_of_crew(tmp_path: Path) -> None:
     """Every agent of a crew is trained, with tools or without; the answer says what was not, and why."""
     async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open()
@@ -266,7 +275,7 @@ async def test_crew_and_title(tmp_path: Path) -> None:
     assert ended["sampled_tokens"] == ended["trainable_tokens"] + title
 
 
-async def test_two_ends_at_once_are_one(desk: Desk) -> None:
+async def test_two_simultaneous_ends_are_one(desk: Desk) -> None:
     opened = await desk.open()
     ends: list[Any] = []
 
@@ -281,9 +290,7 @@ async def test_two_ends_at_once_are_one(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
-    tmp_path: Path, seed: int
-) -> None:
+async def test_each_end_is_delivered_once(tmp_path: Path, seed: int) -> None:
     """Ends from all sides at once, in the middle of calls: by DELETE, twice; by the clock; by the task; by a
     node that stops.
     """
@@ -335,7 +342,7 @@ async def test_however_they_end_each_is_told_of_once_with_all_that_was_answered(
         assert (desk.captures.list(), desk.captures.sessions_by_key.statistics().live) == ((), 0)
 
 
-async def test_an_end_whose_asker_leaves_goes_on(desk: Desk) -> None:
+async def test_end_continues_after_client_leaves(desk: Desk) -> None:
     opened = await desk.captures.begin(CaptureSpec())
     with trio.CancelScope() as scope:
         scope.cancel()
@@ -345,7 +352,8 @@ async def test_an_end_whose_asker_leaves_goes_on(desk: Desk) -> None:
     assert found.reward == 1.0
 
 
-async def test_a_call_under_way_is_kept_as_far_as_it_came(tmp_path: Path) -> None:
+async def test_call_in_flight_is_kept_partially(tmp_path: Path) -> None:
+    """A call under way at the end of a capture is kept as far as it came."""
     hand = HandEngine()
     async with open_capture_node(tmp_path, hand) as desk:
         opened = await desk.open()
@@ -361,7 +369,8 @@ async def test_a_call_under_way_is_kept_as_far_as_it_came(tmp_path: Path) -> Non
         assert found.trainable_tokens > 0
 
 
-async def test_rewards_of_turns_it_has_not_leave_it_open(desk: Desk) -> None:
+async def test_unknown_turn_rewards_leave_capture_open(desk: Desk) -> None:
+    """Rewards of turns that the capture does not have leave it open."""
     opened = await desk.open()
     await in_thread(Told(opened["env"]).chat)
     for field, number in (("turn_rewards", "1"), ("lineage_rewards", "9")):
@@ -373,7 +382,7 @@ async def test_rewards_of_turns_it_has_not_leave_it_open(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("levels", [100, 252, 253, 254, 700])
-async def test_metrics_that_no_event_can_hold_leave_it_open(desk: Desk, levels: int) -> None:
+async def test_unencodable_metrics_leave_capture_open(desk: Desk, levels: int) -> None:
     """At 252 levels they were taken once, and no reader of the stream came past them."""
     opened = await desk.open()
     deep: Any = 1
@@ -387,7 +396,7 @@ async def test_metrics_that_no_event_can_hold_leave_it_open(desk: Desk, levels: 
     assert (await desk.end(opened["session_id"], reward=1, metrics={"n": [1]}))["reward"] == 1
 
 
-async def test_what_is_no_capture_can_not_be_ended(desk: Desk) -> None:
+async def test_unknown_capture_cannot_be_ended(desk: Desk) -> None:
     for method in ("GET", "DELETE"):
         answer = await desk.caller.call(method, "/v1/capture/nobody")
         assert (answer.status, answer.json()["error"]["type"]) == (404, "not_found")
@@ -396,7 +405,8 @@ async def test_what_is_no_capture_can_not_be_ended(desk: Desk) -> None:
 # ── budgets ───────────────────────────────────────────────────────────────────
 
 
-async def test_one_that_nobody_ends_is_over_with_its_time_and_its_turns(desk: Desk) -> None:
+async def test_abandoned_capture_ends_at_budget(desk: Desk) -> None:
+    """A capture that nobody ends is over when its time or its turns are spent."""
     opened = await desk.open(budgets={"run_s": 600})
     assert 0 < opened["expires_s"] <= 600
     await in_thread(Told(opened["env"]).chat)
@@ -411,7 +421,7 @@ async def test_one_that_nobody_ends_is_over_with_its_time_and_its_turns(desk: De
     assert (late["reward"], late["outcome"]["clock"]) == (None, "run")
 
 
-async def test_its_time_runs_from_its_beginning(desk: Desk) -> None:
+async def test_capture_clock_starts_when_opened(desk: Desk) -> None:
     opened = await desk.open(budgets={"run_s": 0.2})
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
@@ -419,7 +429,7 @@ async def test_its_time_runs_from_its_beginning(desk: Desk) -> None:
     assert found.timing.run_s >= 0.2
 
 
-async def test_what_its_calls_are_held_for_the_engine_s_cache_costs_it_no_time(tmp_path: Path) -> None:
+async def test_calls_held_cost_no_time(tmp_path: Path) -> None:
     """A capture does not wait before it begins: without a place in the cache its first call is held, and what
     it was held is added to its time.
     """
@@ -471,9 +481,10 @@ def long_order(tokens: int, session: str) -> GenerateOrder:
 
 
 @pytest.mark.parametrize(("budget", "clock"), [({"max_turns": 1}, "turns"), ({"max_tokens": 1}, "tokens")])
-async def test_a_budget_that_was_asked_beyond_is_told_whatever_its_caller_says(
+async def test_spent_budget_overrides_reported_status(
     desk: Desk, budget: "dict[str, int]", clock: str
 ) -> None:
+    """The outcome names the budget that was spent, whatever the caller reports."""
     opened = await desk.open(budgets=budget)
     codes = [
         (await in_thread(asked, opened["base_urls"]["openai"], opened["key"])).status_code for _ in range(2)
@@ -489,7 +500,8 @@ async def test_a_budget_that_was_asked_beyond_is_told_whatever_its_caller_says(
     )
 
 
-async def test_a_caller_whose_agent_loops_is_refused_and_its_capture_says_so(desk: Desk) -> None:
+async def test_looping_agent_is_refused(desk: Desk) -> None:
+    """A caller whose agent loops is refused, and its capture says so."""
     opened = await desk.open(budgets={"max_repeats": 2})
     history: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -514,7 +526,7 @@ async def test_a_caller_whose_agent_loops_is_refused_and_its_capture_says_so(des
 # ── beginning ─────────────────────────────────────────────────────────────────
 
 
-async def test_the_same_place_again_is_the_same_capture(desk: Desk) -> None:
+async def test_same_place_returns_same_capture(desk: Desk) -> None:
     first = await desk.open(task_id="t")
     again = await desk.caller.post("/v1/capture", {"task_id": "t"})
     assert (again.status, again.json()["created"]) == (200, False)
@@ -526,7 +538,7 @@ async def test_the_same_place_again_is_the_same_capture(desk: Desk) -> None:
     assert (over.status, "is over" in over.json()["error"]["message"]) == (409, True)
 
 
-async def test_a_full_node_says_when_to_come_again(tmp_path: Path) -> None:
+async def test_full_node_says_when_to_retry(tmp_path: Path) -> None:
     async with open_capture_node(tmp_path, engine(), limit=1) as desk:
         opened = await desk.open()
         busy = await desk.caller.post("/v1/capture", {})
@@ -550,7 +562,7 @@ BROKEN: "list[tuple[dict[str, Any], str]]" = [
 
 
 @pytest.mark.parametrize(("body", "path"), BROKEN, ids=[path for _, path in BROKEN])
-def test_a_capture_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]", path: str) -> None:
+def test_invalid_capture_is_refused_with_path(body: "dict[str, Any]", path: str) -> None:
     with pytest.raises(Refused) as refused:
         read_capture(body)
     assert refused.value.path == path
@@ -566,27 +578,27 @@ def test_a_capture_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any
         ({"rewards": 1.0}, "$.rewards"),
     ],
 )
-def test_an_end_that_can_not_be_is_refused_with_its_path(body: "dict[str, Any]", path: str) -> None:
+def test_invalid_end_is_refused_with_path(body: "dict[str, Any]", path: str) -> None:
     with pytest.raises(Refused) as refused:
         read_capture_end(body)
     assert refused.value.path == path
 
 
-async def test_a_builder_that_is_not_there_is_refused_before_anything_runs(desk: Desk) -> None:
+async def test_unknown_builder_is_refused_early(desk: Desk) -> None:
+    """A builder that does not exist is refused before anything runs."""
     answer = await desk.caller.post("/v1/capture", {"builder": {"name": "no_such"}})
     assert answer.status == 400
     assert (await desk.captures.journal.flush(), desk.captures.list()) == (None, ())
 
 
-async def test_a_node_may_take_none(tmp_path: Path) -> None:
+async def test_zero_capture_limit_refuses_captures(tmp_path: Path) -> None:
     async with open_capture_node(tmp_path, engine(), limit=0) as desk:
         answer = await desk.caller.post("/v1/capture", {})
     assert (answer.status, "capture_limit is 0" in answer.text) == (400, True)
 
 
-async def test_an_end_that_no_disk_takes_is_said_and_had_when_there_is_room(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_full_disk_delays_capture_end(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that finds a full disk says so, and succeeds when there is room."""
     opened = await desk.open()
     monkeypatch.setattr(captures, "WRITTEN_S", 0.1)
     with monkeypatch.context() as patched:
@@ -603,7 +615,7 @@ async def _never(journal: Any) -> None:
     await trio.sleep_forever()
 
 
-async def test_no_capture_begins_while_the_disk_is_full(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_refuses_new_captures(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = await desk.captures.begin(CaptureSpec(task_id="t"))
     monkeypatch.setattr(type(desk.journal), "refuses_tasks", property(lambda journal: True))
     with pytest.raises(DiskFull):
@@ -614,7 +626,8 @@ async def test_no_capture_begins_while_the_disk_is_full(desk: Desk, monkeypatch:
 # ── tasks, stopping, deaths ───────────────────────────────────────────────────
 
 
-async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(desk: Desk) -> None:
+async def test_cancelling_task_ends_its_captures(desk: Desk) -> None:
+    """Cancelling the task ends open places and those that never began."""
     opened = await desk.open(task_id="t", num_samples=3)
     await in_thread(Told(opened["env"]).chat)
     assert await desk.scheduler.cancel("t")
@@ -632,7 +645,8 @@ async def test_cancelling_the_task_ends_open_places_and_those_that_never_began(d
     assert not await desk.scheduler.cancel("another")
 
 
-async def test_a_node_that_stops_ends_them_with_what_they_have_and_opens_no_more(desk: Desk) -> None:
+async def test_stopping_node_ends_open_captures(desk: Desk) -> None:
+    """A stopping node ends captures with what they have, and opens no more."""
     opened = await desk.open()
     await in_thread(Told(opened["env"]).chat)
     await desk.captures.registry.stop(cancel=True)
@@ -647,7 +661,7 @@ async def test_a_node_that_stops_ends_them_with_what_they_have_and_opens_no_more
     assert (refused.status, "stopping" in refused.text) == (400, True)
 
 
-async def test_one_that_was_asked_for_while_the_node_began_to_stop_is_not_left_open(desk: Desk) -> None:
+async def test_capture_requested_during_stop_is_closed(desk: Desk) -> None:
     """Its place is looked up first, which takes a moment: it must not open behind the back of who waits for
     all of them.
     """
@@ -667,7 +681,8 @@ async def test_one_that_was_asked_for_while_the_node_began_to_stop_is_not_left_o
     assert desk.captures.list() == ()
 
 
-async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_path: Path) -> None:
+async def test_node_death_interrupts_open_capture(tmp_path: Path) -> None:
+    """After a node's death an open capture is an interrupted trajectory."""
     spec = {"task_id": "t", "num_samples": 2, "metadata": {"row": 7}, "builder": {"name": "per_request"}}
     async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open(**spec)
@@ -698,9 +713,10 @@ async def test_after_a_death_an_open_capture_is_an_interrupted_trajectory(tmp_pa
 # ── adapters ──────────────────────────────────────────────────────────────────
 
 
-async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as_stale_as_that(
+async def test_session_needs_its_adapter_until_end(
     tmp_path: Path,
 ) -> None:
+    """A session sampled by an adapter needs it to its end, and is as stale as that adapter."""
     async with (
         open_engines(simulated_tiny(tmp_path / "state", lora_rank=8)) as engines,
         open_capture_node(tmp_path, engines) as desk,
@@ -727,7 +743,7 @@ async def test_a_session_is_sampled_by_its_adapter_needs_it_to_its_end_and_is_as
         adapters.drop("a")
 
 
-async def test_place_taken_by_lost_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_place_taken_after_lost_answer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks again after the log took the place, and its answer was lost, has the capture."""
     usual, lost = SqliteLog.take_place, [LogUnavailable("the connection was lost")]
 

@@ -25,9 +25,8 @@ from polarnode.support.concurrency import PrioritySemaphore
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-async def test_a_container_is_sealed_while_its_harness_runs_and_open_when_it_is_judged(
-    autojump_clock: Clock, tmp_path: Path, read_only: bool
-) -> None:
+async def test_container_sealed_during_run(autojump_clock: Clock, tmp_path: Path, read_only: bool) -> None:
+    """A container is sealed while its harness runs, and open when it is judged."""
     seen: list[bool] = []
 
     async def program(call: Call) -> int:
@@ -48,7 +47,7 @@ async def test_a_container_is_sealed_while_its_harness_runs_and_open_when_it_is_
     assert (found.reward, runtime.sealed) == (1.0, None)
 
 
-async def test_what_can_not_be_sealed_ends_in_init(
+async def test_sealing_failure_ends_in_init(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(self: Any, spec: RuntimeSpec) -> None:
@@ -65,9 +64,9 @@ async def test_what_can_not_be_sealed_ends_in_init(
 # ── why it ended ──────────────────────────────────────────────────────────────
 
 
-async def test_a_harness_that_wrote_too_much_is_told_so_and_judged(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_overfull_disk_is_reported_and_judged(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A harness that wrote too much is told so, and its session is judged."""
+
     async def fills(call: Call) -> int:
         await trio.sleep(1)
         call.runtime.ended_because = "its container wrote more than the 64 MiB of its disk_mb"
@@ -81,7 +80,7 @@ async def test_a_harness_that_wrote_too_much_is_told_so_and_judged(
 
 
 @pytest.mark.parametrize(("ends", "status"), [(137, "failed"), (0, "completed")])
-async def test_what_the_kernel_ended_for_memory_is_said(
+async def test_out_of_memory_kills_are_reported(
     autojump_clock: Clock, tmp_path: Path, ends: int, status: str
 ) -> None:
     usual = agent(turns=1, ends=ends)
@@ -98,9 +97,9 @@ async def test_what_the_kernel_ended_for_memory_is_said(
     assert (said in (found.outcome.reason or "")) == (status == "failed")
 
 
-async def test_a_step_and_an_evaluator_that_write_too_much_are_told_so(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_step_and_evaluator_disk_limits(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A step and an evaluator that write too much are told so."""
+
     async def fills(call: Call) -> int:
         await trio.sleep(1)
         call.runtime.ended_because = "the session wrote more than its disk_mb (64)"
@@ -152,9 +151,8 @@ class Proxies:
         return {"allowed": {"pypi.example": 1}, "sent_bytes": 10}
 
 
-async def test_steps_harness_and_evaluator_reach_the_same_names(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_all_stages_reach_same_names(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Steps, harness and evaluator reach the same network names."""
     proxies, seen = Proxies(), dict[str, str | None]()
 
     def notes(name: str) -> Any:
@@ -181,7 +179,8 @@ async def test_steps_harness_and_evaluator_reach_the_same_names(
         assert seen == dict.fromkeys(names, None)
 
 
-async def test_both_containers_of_a_fresh_evaluator_reach_them(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_fresh_evaluator_containers_reach_names(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Both containers of a fresh evaluator reach the allowed names."""
     proxies = Proxies()
     async with town(tmp_path, {"agent": agent()}) as place:
         place.change(egress=proxies)
@@ -195,7 +194,7 @@ async def test_both_containers_of_a_fresh_evaluator_reach_them(autojump_clock: C
 # ── limits that change ────────────────────────────────────────────────────────
 
 
-async def test_a_stage_that_is_held_back_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_held_stage_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=1, each=3.0)}) as place:
         for stage in (place.stages.init, place.stages.run, place.stages.post):
             stage.adjust(0, "memory: 1 MiB left of the 1024 kept free")
@@ -220,7 +219,8 @@ async def test_a_stage_that_is_held_back_costs_no_budget(autojump_clock: Clock, 
 # ── made beforehand, alone ────────────────────────────────────────────────────
 
 
-async def test_an_error_beside_it_is_not_wrapped_and_lets_it_go(autojump_clock: Clock) -> None:
+async def test_prefetch_releases_runtime_on_error(autojump_clock: Clock) -> None:
+    """An error beside a prefetched runtime is raised as itself, and releases the runtime."""
     runtimes, settled = MemoryRuntimes(), list[bool]()
 
     async def fails() -> None:
@@ -238,7 +238,7 @@ async def test_an_error_beside_it_is_not_wrapped_and_lets_it_go(autojump_clock: 
     assert (runtimes.opened[0].alive, settled) == (False, [True])
 
 
-async def test_one_that_takes_longer_than_its_budget_is_let_go(autojump_clock: Clock) -> None:
+async def test_prefetch_ends_at_its_budget(autojump_clock: Clock) -> None:
     @asynccontextmanager
     async def never() -> AsyncIterator[Any]:
         await trio.sleep_forever()

@@ -49,7 +49,7 @@ def sampled(found: Trajectory) -> list[tuple[int, ...]]:
     return [tuple(turn.sampled) for turn in found.turns]
 
 
-async def test_an_attempt_goes_on_from_the_last_snapshot(tmp_path: Path) -> None:
+async def test_attempt_continues_from_last_snapshot(tmp_path: Path) -> None:
     keeper = Keeper(turns=5, dies={0: 4})
     lost, found = await attempts(tmp_path, spec_of(1, 3), keeper)
     assert (lost.outcome.boundary, found.outcome.status) == ("runtime", "completed")
@@ -68,7 +68,8 @@ async def test_an_attempt_goes_on_from_the_last_snapshot(tmp_path: Path) -> None
     assert (told["turns"], told["taken"]) == ([3], 0)
 
 
-async def test_what_went_on_goes_on_again_from_its_own_beginning(tmp_path: Path) -> None:
+async def test_continued_session_continues_again(tmp_path: Path) -> None:
+    """A continued session continues again, from its own beginning."""
     keeper = Keeper(turns=6, dies={0: 4, 1: 5})
     first, second, third = await attempts(tmp_path, spec_of(3), keeper)
     assert keeper.begun == [0, 3, 3]
@@ -85,15 +86,13 @@ async def test_what_went_on_goes_on_again_from_its_own_beginning(tmp_path: Path)
 @pytest.mark.parametrize(
     "snapshot_at", [SnapshotSpec(), SnapshotSpec(turns=(2,), resume_lost=False)], ids=["none", "off"]
 )
-async def test_without_snapshots_or_when_it_is_off_it_begins_from_the_start(
-    tmp_path: Path, snapshot_at: SnapshotSpec
-) -> None:
+async def test_without_snapshots_attempt_starts_over(tmp_path: Path, snapshot_at: SnapshotSpec) -> None:
     keeper = Keeper(dies={0: 3})
     _, found = await attempts(tmp_path, evolve(spec_of(), snapshot_at=snapshot_at), keeper)
     assert (found.outcome.status, found.continued_from, keeper.begun) == ("completed", None, [0, 0])
 
 
-async def test_nothing_is_looked_for_that_nobody_asked_for(tmp_path: Path) -> None:
+async def test_no_snapshot_lookup_unless_asked(tmp_path: Path) -> None:
     async def never(_: Identity) -> Any:
         raise AssertionError("the journal was read")
 
@@ -112,7 +111,8 @@ async def test_nothing_is_looked_for_that_nobody_asked_for(tmp_path: Path) -> No
             assert await find_continuation(each, place.scheduler.services) is None
 
 
-async def test_another_request_begins_from_the_start_and_costs_no_retry(tmp_path: Path) -> None:
+async def test_different_request_starts_over(tmp_path: Path) -> None:
+    """Another first request starts the session over, and costs no retry."""
     keeper = Keeper(dies={0: 3}, says="else")
     _, refused, found = await attempts(tmp_path, spec_of(2, retries=1), keeper)
     assert (refused.outcome.status, refused.outcome.boundary) == ("error", "fork")
@@ -123,13 +123,14 @@ async def test_another_request_begins_from_the_start_and_costs_no_retry(tmp_path
 
 
 @pytest.mark.parametrize("ends", [0, RuntimeFault("the container died")], ids=["nothing", "died"])
-async def test_a_harness_that_is_not_back_begins_from_the_start(tmp_path: Path, ends: Any) -> None:
+async def test_unrestored_harness_starts_over(tmp_path: Path, ends: Any) -> None:
+    """A harness that does not come back begins from the start."""
     keeper = Keeper(dies={0: 3}, ends=ends)
     _, _, found = await attempts(tmp_path, spec_of(2, retries=1), keeper)
     assert (found.outcome.status, found.continued_from, keeper.begun) == ("completed", None, [0, 0])
 
 
-async def test_a_snapshot_that_is_gone_leaves_the_one_before_it(tmp_path: Path) -> None:
+async def test_missing_snapshot_falls_back_to_previous(tmp_path: Path) -> None:
     def lose() -> None:
         [last] = tmp_path.glob("*.snapshot-3.json")
         last.unlink()
@@ -141,7 +142,8 @@ async def test_a_snapshot_that_is_gone_leaves_the_one_before_it(tmp_path: Path) 
     assert found.continued_from.turn == 1
 
 
-async def test_a_fork_that_is_lost_goes_on_and_its_inheritance_stays_the_parents(tmp_path: Path) -> None:
+async def test_lost_fork_continues_with_inheritance(tmp_path: Path) -> None:
+    """A lost fork continues, and what it inherited remains its parent's."""
     [parent] = await attempts(tmp_path, spec_of(1), Keeper(turns=5))
     keeper = Keeper(turns=5, dies={0: 4})
     fork = ForkSpec(session=parent.session_id, turn=1)
@@ -155,7 +157,7 @@ async def test_a_fork_that_is_lost_goes_on_and_its_inheritance_stays_the_parents
     assert found.trainable_tokens == sum(map(len, sampled(found)[1:]))
 
 
-async def test_run_s_goes_on(tmp_path: Path) -> None:
+async def test_run_budget_continues_after_loss(tmp_path: Path) -> None:
     keeper = Keeper(turns=5, takes=2.0, dies={0: 4})
     lost, found = await attempts(tmp_path, spec_of(3, run_s=9.0), keeper)
     assert 8 <= lost.timing.run_s < 9

@@ -33,12 +33,12 @@ FULL = "the machine's disk is nearly full and this session wrote the most, 9 MB"
         ({"ended": 0, "oom_kills": 1}, Outcome(status="completed", exit_code=0)),
     ],
 )
-def test_the_first_cause_counts(ending: dict[str, Any], outcome: Outcome) -> None:
+def test_first_cause_decides_outcome(ending: dict[str, Any], outcome: Outcome) -> None:
     found = run_outcome(kit.order(), Ending(**ending))
     assert evolve(found, reason=None) == outcome
 
 
 @pytest.mark.parametrize("ended", [137, DIED])
-def test_what_the_kernel_ended_for_memory_is_said(ended: "int | PolarnodeError") -> None:
+def test_out_of_memory_kill_is_reported(ended: "int | PolarnodeError") -> None:
     found = run_outcome(kit.order(), Ending(ended=ended, oom_kills=2))
     assert "the kernel ended 2 of its programs" in str(found.reason)

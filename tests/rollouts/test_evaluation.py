@@ -22,7 +22,7 @@ from polarnode.rollouts.session_containers import Containers
 from polarnode.support.concurrency import PrioritySemaphore
 
 
-async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_run_outcome_is_separate_from_verdict(autojump_clock: Clock, tmp_path: Path) -> None:
     """Alone, without a session: how the run ended stays, whether it is judged or not."""
     runtime: Any = MemoryRuntime()
     failed = Outcome(status="failed", exit_code=3, log_tail="last words")
@@ -46,7 +46,7 @@ async def test_the_run_and_its_verdict_are_told_apart(autojump_clock: Clock, tmp
 
 
 @pytest.mark.parametrize("evaluator", ["HANGS", "HANGS_AND_FALLS"])
-async def test_an_evaluator_out_of_time_costs_the_reward_only(
+async def test_evaluator_timeout_costs_only_reward(
     autojump_clock: Clock, tmp_path: Path, evaluator: str
 ) -> None:
     async with town(tmp_path, {"agent": agent(ends=1)}) as place:
@@ -79,7 +79,7 @@ async def test_an_evaluator_out_of_time_costs_the_reward_only(
         ("OBJECTS", "the evaluator's metrics are not JSON: "),
     ],
 )
-async def test_an_evaluator_that_can_not_judge_costs_the_reward_only(
+async def test_failing_evaluator_costs_only_reward(
     autojump_clock: Clock, tmp_path: Path, evaluator: str, reason: str
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
@@ -93,7 +93,7 @@ async def test_an_evaluator_that_can_not_judge_costs_the_reward_only(
     assert (found.reward, len(found.turns), len(found.traces)) == (None, 2, 1)
 
 
-async def test_a_verdict_is_kept_as_the_json_it_makes(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_verdict_is_kept_as_json(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         found = await place.one(evaluator="ODD")
         assert (found.reward, type(found.reward), found.metrics["evaluation"]) == (
@@ -104,7 +104,8 @@ async def test_a_verdict_is_kept_as_the_json_it_makes(autojump_clock: Clock, tmp
         assert (await place.one(evaluator="WHOLE")).reward == float(2**50)
 
 
-async def test_nothing_of_a_harness_runs_beside_its_evaluator(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_harness_processes_end_before_evaluator(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Nothing of a harness runs beside its evaluator."""
     left: list[int] = []
 
     async def daemon(runtime: Any) -> None:
@@ -122,7 +123,9 @@ async def test_nothing_of_a_harness_runs_beside_its_evaluator(autojump_clock: Cl
         assert left == [KILLED]
 
 
-async def test_a_fault_between_run_and_verdict_is_the_runtimes(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_fault_before_verdict_is_the_runtimes(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A fault between run and verdict is the runtime's."""
+
     async def ends_the_container(call: Any) -> int:
         await trio.sleep(1)
         call.runtime.alive = False
@@ -148,7 +151,7 @@ DATA = RuntimeSpec(
 FRESH = EvaluatorSpec(import_path="session_kit:READS", fresh_runtime=True)
 
 
-async def test_a_fresh_runtime_is_opened_prepared_and_judged(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_fresh_runtime_is_prepared_and_judged(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         found = await place.one(runtime=DATA, evaluator=FRESH)
         _, clean = place.runtimes.opened
@@ -156,9 +159,7 @@ async def test_a_fresh_runtime_is_opened_prepared_and_judged(autojump_clock: Clo
     assert set(clean.files) == {"/opt/data", "/work/answer"}
 
 
-async def test_an_evaluators_runtime_is_made_while_the_harness_runs(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_evaluator_runtime_made_during_run(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         place.runtimes.takes = [1.0, 15.0]
         found = await place.one(runtime=DATA, evaluator=FRESH)
@@ -167,16 +168,15 @@ async def test_an_evaluators_runtime_is_made_while_the_harness_runs(
     assert len(place.runtimes.opened) == 2
 
 
-async def test_one_that_is_still_being_made_is_waited_for(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_unfinished_evaluator_runtime_is_awaited(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         place.runtimes.takes = [1.0, 30.0]
         found = await place.one(runtime=DATA, evaluator=FRESH)
     assert (found.reward, round(found.timing.post_s), len(place.runtimes.opened)) == (1.0, 10, 2)
 
 
-async def test_an_evaluator_does_not_wait_behind_sessions_for_what_was_not_begun(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_evaluator_runtime_skips_init_queue(autojump_clock: Clock, tmp_path: Path) -> None:
+    """An evaluator does not wait behind sessions for a runtime that was not begun."""
     async with town(tmp_path, {"agent": writes}, init=1, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit(runtime=DATA, evaluator=FRESH)
@@ -196,9 +196,7 @@ async def hold(gate: PrioritySemaphore, task_status: trio.TaskStatus[None]) -> N
         await trio.sleep_forever()
 
 
-async def test_sessions_enter_init_before_an_evaluators_runtime(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_sessions_enter_init_before_evaluator_runtimes(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}, init=1) as place:
         place.runtimes.takes = [1.0, 5.0, 5.0, 5.0]
         (first,) = place.submit(evaluator=FRESH)
@@ -210,9 +208,10 @@ async def test_sessions_enter_init_before_an_evaluators_runtime(
 
 
 @pytest.mark.parametrize(("faults", "reward"), [(1, 1.0), (2, 1.0), (3, None)])
-async def test_what_failed_beforehand_is_tried_twice_more(
+async def test_evaluator_runtime_is_tried_three_times(
     autojump_clock: Clock, tmp_path: Path, faults: int, reward: float | None
 ) -> None:
+    """An evaluator's runtime that failed beforehand is tried twice more."""
     async with town(tmp_path, {"agent": writes}) as place:
         place.runtimes.takes = [0.0, 5.0]
         (session_id,) = place.submit(evaluator=FRESH, budgets={"retries": 0})
@@ -227,7 +226,7 @@ async def test_what_failed_beforehand_is_tried_twice_more(
     ("fault", "boundary"),
     [(ContentFault("a link is in the way"), "evaluator"), (RuntimeFault("it does not answer"), "runtime")],
 )
-async def test_what_a_run_left_is_its_own(
+async def test_fault_of_content_is_not_retried(
     autojump_clock: Clock,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +246,7 @@ async def test_what_a_run_left_is_its_own(
     assert lost_to_the_machine(found.outcome) == (boundary == "runtime")
 
 
-async def test_one_that_died_meanwhile_is_not_judged_in(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_dead_evaluator_runtime_is_replaced(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         (session_id,) = place.submit(evaluator=FRESH)
         await place.until("run")
@@ -259,7 +258,7 @@ async def test_one_that_died_meanwhile_is_not_judged_in(autojump_clock: Clock, t
     assert found.metrics["evaluation"] == {"runtime": place.runtimes.opened[2].id, "left": False}
 
 
-async def test_a_cancelled_run_lets_the_evaluators_runtime_go(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_cancelled_run_releases_evaluator_runtime(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         (session_id,) = place.submit(task_id="t", evaluator=FRESH)
         await place.until("run")
@@ -269,9 +268,8 @@ async def test_a_cancelled_run_lets_the_evaluators_runtime_go(autojump_clock: Cl
         assert (place.of(session_id).outcome.status, len(place.runtimes.opened)) == ("cancelled", 2)
 
 
-async def test_an_evaluator_that_takes_what_it_wants_is_given_a_bare_one(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_evaluator_can_copy_files_itself(autojump_clock: Clock, tmp_path: Path) -> None:
+    """An evaluator that takes the files it wants is given an empty runtime."""
     async with town(tmp_path, {"agent": writes}) as place:
         found = await place.one(evaluator=EvaluatorSpec(import_path="session_kit:TAKES"))
         clean = place.runtimes.opened[1]
@@ -279,7 +277,7 @@ async def test_an_evaluator_that_takes_what_it_wants_is_given_a_bare_one(
     assert clean.files == {}
 
 
-async def test_artifacts_are_kept_of_what_the_harness_left(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_artifacts_are_kept_after_harness(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": writes}) as place:
         found = await place.one(runtime=RuntimeSpec(artifacts=("answer", "none")), evaluator="COUNTS")
     kept: Any = found.metrics["artifacts"]
@@ -289,7 +287,7 @@ async def test_artifacts_are_kept_of_what_the_harness_left(autojump_clock: Clock
     assert found.reward == 0.0
 
 
-async def test_artifacts_that_can_not_be_kept_cost_no_verdict(
+async def test_unkept_artifacts_cost_no_verdict(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def full(*_: Any) -> Any:
@@ -305,9 +303,8 @@ async def test_artifacts_that_can_not_be_kept_cost_no_verdict(
     }
 
 
-async def test_a_second_container_is_wanted_until_the_evaluator_has_it(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_evaluator_container_demand_ends_when_opened(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A second container is in demand until the evaluator has it."""
     told: list[tuple[float, int]] = []
     async with town(tmp_path, {"agent": writes}) as place:
         demand = place.scheduler._container_demand
@@ -341,7 +338,7 @@ class Slow(MemoryRuntime):
 
 
 @pytest.mark.parametrize(("takes", "ended", "seconds"), [("2", True, 2.0), ("1000", False, 5.0)])
-async def test_a_program_ends_by_the_nodes_own_clock(
+async def test_program_timeout_uses_node_clock(
     autojump_clock: Clock, takes: str, ended: bool, seconds: float
 ) -> None:
     runtime: Any = Slow()
@@ -351,7 +348,7 @@ async def test_a_program_ends_by_the_nodes_own_clock(
     await runtime.close()
 
 
-async def test_a_test_and_its_requests_run_at_once(autojump_clock: Clock) -> None:
+async def test_clock_runs_work_beside_requests(autojump_clock: Clock) -> None:
     seen: list[float] = []
 
     async def work() -> str:
@@ -368,7 +365,9 @@ async def test_a_test_and_its_requests_run_at_once(autojump_clock: Clock) -> Non
 
 
 @pytest.mark.parametrize("where", ["work", "attend"])
-async def test_a_fault_of_either_ends_both_and_is_raised_as_itself(autojump_clock: Clock, where: str) -> None:
+async def test_fault_in_either_ends_both(autojump_clock: Clock, where: str) -> None:
+    """A fault of the work or of its requests ends both, and is raised as itself."""
+
     async def faulty() -> bool:
         await trio.sleep(1)
         raise RuntimeFault(where)

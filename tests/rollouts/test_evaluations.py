@@ -132,7 +132,7 @@ async def evaluating(around: MemoryNode, journal: Journal) -> AsyncIterator[Eval
         yield evaluations
 
 
-async def test_a_judge_that_was_down_is_asked_again(tmp_path: Path) -> None:
+async def test_unavailable_judge_is_asked_again(tmp_path: Path) -> None:
     def down(name: str) -> Any:
         raise EvaluatorError("judge 'j' does not answer")
 
@@ -169,9 +169,10 @@ async def test_a_judge_that_was_down_is_asked_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runtime", [KEEPS, RuntimeSpec(artifacts=("./",))], ids=["workspace", "artifacts"])
 @pytest.mark.parametrize("evaluator", [user("READS"), user("READS", fresh_runtime=True), user("TAKES")])
-async def test_a_test_that_was_wrong_is_run_again_in_the_workspace_that_was_kept(
+async def test_fixed_test_reruns_in_kept_workspace(
     tmp_path: Path, runtime: RuntimeSpec, evaluator: EvaluatorSpec
 ) -> None:
+    """A test that was wrong is run again in the workspace that was kept."""
     async with place(tmp_path) as here:
         first = await here.session(evaluator=user("NOTHING"), runtime=runtime)
         before = here.published()
@@ -184,7 +185,8 @@ async def test_a_test_that_was_wrong_is_run_again_in_the_workspace_that_was_kept
         assert here.published() == before
 
 
-async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Path) -> None:
+async def test_missing_sessions_are_reported(tmp_path: Path) -> None:
+    """What is missing is reported, and the other sessions are evaluated."""
     async with place(tmp_path) as here:
         bare = await here.session(evaluator=user("READS"))
         kept = await here.session(evaluator=user("WHOLE"), runtime=KEEPS)
@@ -234,7 +236,7 @@ async def test_what_is_missing_is_said_and_the_others_are_evaluated(tmp_path: Pa
         here.town.nursery.cancel_scope.cancel()
 
 
-async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None:
+async def test_interrupted_session_gets_no_reward(tmp_path: Path) -> None:
     async def hangs(call: Call) -> int:
         await trio.sleep_forever()
 
@@ -249,9 +251,7 @@ async def test_a_session_that_was_cut_off_gets_no_reward(tmp_path: Path) -> None
         assert "the session ended as cancelled" in (one.error or "")
 
 
-async def test_a_workspace_that_is_not_whole_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_incomplete_workspace_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with place(tmp_path) as here:
         collect = kit.MemoryRuntime.collect
 
@@ -266,7 +266,8 @@ async def test_a_workspace_that_is_not_whole_is_not_used(
         assert "big: it is too large" in (one.error or "")
 
 
-async def test_what_was_accepted_is_finished_by_the_next_run_once(tmp_path: Path) -> None:
+async def test_accepted_evaluation_survives_restart(tmp_path: Path) -> None:
+    """An accepted evaluation is finished by the node's next run, once."""
     async with place(tmp_path) as here:
         sessions = [(await here.session(evaluator=user("WHOLE"))).session_id for _ in range(3)]
         here.town.stages.post.adjust(0)  # rollouts have all of it
@@ -287,7 +288,7 @@ async def test_what_was_accepted_is_finished_by_the_next_run_once(tmp_path: Path
         assert sorted(keys) == sorted(f"reward:{one}:1" for one in sessions)
 
 
-async def test_start_waits_for_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_retries_while_log_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pending, asked = SqliteLog.pending_evaluations, list[int]()
 
     async def away_once(log: SqliteLog, incarnation: int) -> tuple[EvaluationStatus, ...]:
@@ -302,7 +303,7 @@ async def test_start_waits_for_the_log(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(asked) == 2
 
 
-async def test_rollouts_come_first(tmp_path: Path) -> None:
+async def test_rollouts_go_before_evaluations(tmp_path: Path) -> None:
     async with place(tmp_path) as here:
         first = await here.session(evaluator=user("READS"), runtime=KEEPS)
         post, seen = here.town.stages.post, list[int]()
@@ -320,9 +321,7 @@ async def test_rollouts_come_first(tmp_path: Path) -> None:
         assert seen == [1], "the evaluation, which came first, waits"
 
 
-async def test_a_bug_costs_one_session_its_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bug_costs_one_session_its_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with place(tmp_path) as here:
         ids = [(await here.session(evaluator=user("WHOLE"))).session_id for _ in range(2)]
         order = Evaluations._order
@@ -338,7 +337,7 @@ async def test_a_bug_costs_one_session_its_evaluation(
         assert found.sessions[0].error == "a bug of the node, see its log: ZeroDivisionError: oh"
 
 
-async def test_reward_that_is_lost_ends_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_reward_ends_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its entry meets a damaged page: the workers go on, and new evaluations are refused."""
 
     def corrupt(*_: object) -> None:
@@ -360,7 +359,7 @@ async def test_reward_that_is_lost_ends_no_node(tmp_path: Path, monkeypatch: pyt
             await here.evaluations.accept(spec, idempotency_key=None)
 
 
-async def test_kept_workspaces_go_with_their_sessions(tmp_path: Path) -> None:
+async def test_kept_workspaces_are_removed_with_sessions(tmp_path: Path) -> None:
     sessions = tmp_path / "sessions"
     sessions.mkdir()
     gone, new = workspace_path(sessions, "gone"), workspace_path(sessions, "new")

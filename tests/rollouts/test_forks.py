@@ -61,7 +61,7 @@ async def forked(
     return tuple(each for each in found if each is not None)
 
 
-async def test_forks_go_on_from_a_session_of_an_earlier_life(tmp_path: Path) -> None:
+async def test_fork_of_session_from_earlier_life(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
     found = await forked(path, fork_of(parent.session_id, 2, num_samples=2))
@@ -81,7 +81,8 @@ async def test_forks_go_on_from_a_session_of_an_earlier_life(tmp_path: Path) -> 
     assert sum(each.trainable_tokens for each in tree) == sum(each.sampled_tokens for each in tree)
 
 
-async def test_a_fork_that_leaves_the_record_says_where_and_why(tmp_path: Path) -> None:
+async def test_fork_reports_where_replay_diverged(tmp_path: Path) -> None:
+    """A fork that leaves the recorded turns says where and why."""
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
 
@@ -98,7 +99,7 @@ async def test_a_fork_that_leaves_the_record_says_where_and_why(tmp_path: Path) 
     assert str(fork.differs).startswith("turn 1: ")
 
 
-async def test_a_fork_that_ends_early_has_what_it_asked_for(tmp_path: Path) -> None:
+async def test_fork_ending_early_keeps_its_requests(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
     [found] = await forked(path, fork_of(parent.session_id, 3), agent(turns=2, each=0.01))
@@ -108,7 +109,8 @@ async def test_a_fork_that_ends_early_has_what_it_asked_for(tmp_path: Path) -> N
     assert (found.traces, found.sampled_tokens) == ((), 0)
 
 
-async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_path: Path) -> None:
+async def test_killed_node_keeps_partial_fork(tmp_path: Path) -> None:
+    """A node that is killed keeps a partial fork, and forks again."""
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
@@ -133,7 +135,7 @@ async def test_a_node_that_is_killed_keeps_a_partial_fork_and_forks_again(tmp_pa
     assert lost.trainable_tokens == lost.sampled_tokens > 0
 
 
-async def test_a_parent_that_is_gone_when_its_fork_begins_ends_it_for_good(tmp_path: Path) -> None:
+async def test_missing_parent_ends_fork(tmp_path: Path) -> None:
     [found] = await forked(tmp_path / "journal.sqlite", fork_of("nobody", 1, budgets={"retries": 2}))
     assert found.outcome == Outcome(
         status="error",
@@ -143,7 +145,7 @@ async def test_a_parent_that_is_gone_when_its_fork_begins_ends_it_for_good(tmp_p
     assert (found.attempt, found.retried_as, found.turns) == (0, None, ())
 
 
-async def test_another_attempt_of_a_fork_may_inherit_all_again(tmp_path: Path) -> None:
+async def test_retried_fork_may_inherit_everything(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
@@ -179,9 +181,7 @@ PARENT = ForkParent(spec=task(), turns=(), damaged=(), count=3)
         (task(fork=ForkSpec(session="p", turn=4)), PARENT, "$.fork.turn", "are 0 to 2"),
     ],
 )  # fmt: skip
-def test_a_parent_that_cannot_be_gone_on_from_is_refused(
-    spec: TaskSpec, parent: ForkParent | None, path: str, words: str
-) -> None:
+def test_unusable_parent_is_refused(spec: TaskSpec, parent: ForkParent | None, path: str, words: str) -> None:
     assert spec.fork is not None
     with pytest.raises(Refused) as refused:
         check_fork(spec, spec.fork, parent)
@@ -189,7 +189,7 @@ def test_a_parent_that_cannot_be_gone_on_from_is_refused(
     assert words in str(refused.value)
 
 
-async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -> None:
+async def test_resumed_session_begins_with_parent_turns(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     parent = await parent_in(path)
     async with life(path, programs()) as (journal, scheduler, _):
@@ -205,7 +205,7 @@ async def test_a_resumed_session_begins_with_its_parents_turns(tmp_path: Path) -
         assert len(await journal.turns("s")) == 2
 
 
-async def test_the_next_attempt_of_a_fork_has_inherited_nothing_yet(tmp_path: Path) -> None:
+async def test_retried_fork_starts_without_inheritance(tmp_path: Path) -> None:
     async with life(tmp_path / "journal.sqlite", {}) as (_, scheduler, _):
         identity = scheduler.identity_of(claim_of("s2", task(fork=ForkSpec(session="p", turn=3)), attempt=1))
         assert identity.forked_from == ForkedFrom(

@@ -27,7 +27,7 @@ def container(**attributes: int) -> MemoryRuntime:
     return runtime
 
 
-async def test_held_and_short_of_memory_is_frozen(autojump_clock: MockClock) -> None:
+async def test_held_session_freezes_when_memory_short(autojump_clock: MockClock) -> None:
     held, other = container(), container()
     async with running() as freezer:
         with freezer.follow("held", held), freezer.follow("other", other):
@@ -49,7 +49,7 @@ async def test_held_and_short_of_memory_is_frozen(autojump_clock: MockClock) -> 
         assert (held.freezes, other.freezes) == (1, 1)
 
 
-async def test_a_session_that_is_over_is_not_frozen(autojump_clock: MockClock) -> None:
+async def test_finished_session_is_not_frozen(autojump_clock: MockClock) -> None:
     runtime = container()
     async with running() as freezer:
         freezer.memory_short(True)
@@ -63,7 +63,7 @@ async def test_a_session_that_is_over_is_not_frozen(autojump_clock: MockClock) -
     assert runtime.freezes == 0
 
 
-async def test_what_podman_refuses_is_tried_again(
+async def test_refused_freeze_is_tried_again(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = container(refuses=2)
@@ -88,7 +88,9 @@ async def test_what_podman_refuses_is_tried_again(
     ]
 
 
-async def test_what_ignores_it_is_not_asked_all_the_time(autojump_clock: MockClock) -> None:
+async def test_ignored_freeze_backs_off(autojump_clock: MockClock) -> None:
+    """A container that ignores the freezer is not asked all the time."""
+
     class Ending(MemoryRuntime):
         async def freeze(self) -> None:
             self.freezes += 1
@@ -104,7 +106,9 @@ async def test_what_ignores_it_is_not_asked_all_the_time(autojump_clock: MockClo
     assert runtime.freezes == 3
 
 
-async def test_a_change_of_mind_while_podman_works_is_followed(autojump_clock: MockClock) -> None:
+async def test_freeze_follows_changed_decision(autojump_clock: MockClock) -> None:
+    """A change of mind while Podman works is followed."""
+
     class Slow(MemoryRuntime):
         async def freeze(self) -> None:
             await trio.sleep(3)

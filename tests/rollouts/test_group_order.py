@@ -54,15 +54,14 @@ async def order(tmp_path: Path, runs: Runs, *tasks: tuple[str, tuple[float, ...]
     return "".join(runs.began)
 
 
-async def test_all_of_a_group_run_before_a_younger_one_goes_on(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_older_group_runs_before_younger(autojump_clock: Clock, tmp_path: Path) -> None:
     # b's containers are there before most of a's: its first runs, its others wait for those of a
     found = await order(tmp_path, Runs(), ("a", (1, 9, 9, 9), {}), ("b", (2, 2, 2, 2), {}))
     assert found == "abaaabbb"
 
 
-async def test_a_group_that_has_begun_goes_on_before_an_older_one_that_has_not(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_begun_group_runs_before_older_group(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A group that has begun goes on before an older one that has not."""
     found = await order(tmp_path, Runs(), ("a", (3, 3, 3), {}), ("b", (1, 8, 8), {}), ("c", (2, 2), {}))
     # b runs first; then a, which is older than c; b's others are there when a's second ends
     assert found == "baaabbcc"
@@ -70,9 +69,8 @@ async def test_a_group_that_has_begun_goes_on_before_an_older_one_that_has_not(
     assert found == "bbbaaa"
 
 
-async def test_a_priority_goes_before_groups_and_does_not_end_them(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_priority_goes_before_group_order(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A priority goes before groups, and does not end them."""
     found = await order(
         tmp_path,
         Runs(),
@@ -83,14 +81,12 @@ async def test_a_priority_goes_before_groups_and_does_not_end_them(
     assert found == "lahhaal"
 
 
-async def test_tasks_of_one_group_are_one_group(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_tasks_share_one_group(autojump_clock: Clock, tmp_path: Path) -> None:
     tasks = [(f"{letter}{number}", (5.0,), {"group_id": letter}) for number in range(4) for letter in "ab"]
     assert await order(tmp_path, Runs(), *tasks) == "aaaabbbb"
 
 
-async def test_the_name_of_a_group_that_is_over_is_a_new_groups(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_finished_group_name_can_be_reused(autojump_clock: Clock, tmp_path: Path) -> None:
     runs = Runs()
     async with town(tmp_path, {"agent": runs.program()}, live=32, init=32, run=1) as place:
         runs.place = place
@@ -104,7 +100,7 @@ async def test_the_name_of_a_group_that_is_over_is_a_new_groups(
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-async def test_a_session_that_was_lost_is_tried_again_before_younger_groups(
+async def test_lost_session_retries_before_younger_groups(
     autojump_clock: Clock, tmp_path: Path, retries: int
 ) -> None:
     found = await order(

@@ -65,7 +65,7 @@ def clock(mock_clock: MockClock) -> MockClock:
 # ── asked and answered ────────────────────────────────────────────────────────
 
 
-async def test_a_question_as_the_endpoint_sees_it() -> None:
+async def test_question_sent_to_endpoint() -> None:
     async with judged_by(
         says("yes"),
         environment={"JUDGE_KEY": " sk-secret\n"},
@@ -96,7 +96,7 @@ async def test_a_question_as_the_endpoint_sees_it() -> None:
 
 
 @pytest.mark.parametrize(("structured", "format_"), [("object", {"type": "json_object"}), ("text", None)])
-def test_an_endpoint_is_asked_for_json_as_its_config_says(structured: Any, format_: Any) -> None:
+def test_response_format_follows_config(structured: Any, format_: Any) -> None:
     config = JudgeConfig(base_url="http://127.0.0.1/v1", model="m", structured=structured)
     body: Any = codec.read_json(request_body(config, asks(schema={"type": "object"})))
     assert body.get("response_format") == format_
@@ -105,17 +105,17 @@ def test_an_endpoint_is_asked_for_json_as_its_config_says(structured: Any, forma
 
 
 @pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
-async def test_a_judge_over_http_does_what_a_judge_does(contract: Any) -> None:
+async def test_http_judge_meets_contract(contract: Any) -> None:
     async with judged_by(says("yes")) as (judges, _):
         await contract(judges("j"))
 
 
 @pytest.mark.parametrize("contract", CONTRACT, ids=lambda contract: contract.__name__)
-async def test_so_does_the_one_in_memory(contract: Any) -> None:
+async def test_memory_judge_meets_contract(contract: Any) -> None:
     await contract(ScriptedJudge(["yes"]))
 
 
-async def test_the_houses_own_chat_api_is_a_judge() -> None:
+async def test_own_chat_api_is_a_judge() -> None:
     """Our own model plane as the endpoint, over real sockets: the form is asked of its engine as a
     constraint, its answer is a reward.
     """
@@ -152,7 +152,7 @@ async def test_the_houses_own_chat_api_is_a_judge() -> None:
         breaks_off,
     ],
 )
-async def test_what_passes_is_asked_again(clock: MockClock, fault: Any) -> None:
+async def test_temporary_faults_are_retried(clock: MockClock, fault: Any) -> None:
     async with judged_by(fault, fault, says("yes")) as (judges, endpoint):
         began = trio.current_time()
         assert await judges("j").ask(asks()) == "yes"
@@ -161,14 +161,14 @@ async def test_what_passes_is_asked_again(clock: MockClock, fault: Any) -> None:
     assert endpoint.asked[0][1] == endpoint.asked[2][1]
 
 
-async def test_a_pause_is_as_long_as_the_endpoint_asks_for(clock: MockClock) -> None:
+async def test_retry_waits_as_endpoint_asks(clock: MockClock) -> None:
     async with judged_by(error(429, "slow down", retry_after="17"), says("yes")) as (judges, _):
         began = trio.current_time()
         assert await judges("j").ask(asks()) == "yes"
         assert trio.current_time() - began >= 17
 
 
-async def test_an_endpoint_that_wants_hours_is_not_waited_for(clock: MockClock) -> None:
+async def test_long_retry_after_is_not_awaited(clock: MockClock) -> None:
     async with judged_by(error(429, "quota spent", retry_after="3600")) as (judges, endpoint):
         with pytest.raises(
             EvaluatorError, match=r"judge j requests a pause of 3600 s: HTTP 429: quota spent"
@@ -177,7 +177,7 @@ async def test_an_endpoint_that_wants_hours_is_not_waited_for(clock: MockClock) 
     assert len(endpoint.asked) == 1
 
 
-async def test_attempts_end(clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_retries_are_limited(clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="polarnode.rollouts.judges")
     async with judged_by(error(500, "oops"), attempts=4) as (judges, endpoint):
         with pytest.raises(EvaluatorError, match="judge j gave no answer in 4 attempts: HTTP 500: oops"):
@@ -188,7 +188,7 @@ async def test_attempts_end(clock: MockClock, caplog: pytest.LogCaptureFixture) 
     assert len(caplog.records) == 3
 
 
-async def test_no_answer_in_time_is_asked_again(clock: MockClock) -> None:
+async def test_timeout_is_retried(clock: MockClock) -> None:
     async with judged_by(never, says("yes"), answer_s=40.0) as (judges, _):
         began = trio.current_time()
         assert await judges("j").ask(asks()) == "yes"
@@ -198,7 +198,7 @@ async def test_no_answer_in_time_is_asked_again(clock: MockClock) -> None:
             await judges("j").ask(asks())
 
 
-async def test_an_endpoint_that_is_not_there_is_asked_again_and_named(clock: MockClock) -> None:
+async def test_unreachable_endpoint_is_retried_and_named(clock: MockClock) -> None:
     config = JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m", attempts=2)
     async with open_judges({"j": config}, {}) as judges:
         with pytest.raises(
@@ -207,7 +207,7 @@ async def test_an_endpoint_that_is_not_there_is_asked_again_and_named(clock: Moc
             await judges("j").ask(asks())
 
 
-def test_a_date_to_come_back_at_is_read() -> None:
+def test_retry_after_date_is_parsed() -> None:
     now = time.time()
     reply = JudgeReply(status=503, headers={"retry-after": formatdate(now + 90, usegmt=True)}, body=b"")
     found = read_reply(reply, who="judge j", now=now)
@@ -243,7 +243,7 @@ def test_a_date_to_come_back_at_is_read() -> None:
         (sends(200, gzip.compress(b'{"choices": []}'), content_encoding="gzip"), "sent a compressed answer"),
     ],
 )
-async def test_what_does_not_pass_is_said_at_once(answer: Any, words: str) -> None:
+async def test_permanent_error_is_raised_at_once(answer: Any, words: str) -> None:
     async with judged_by(answer, environment={"K": "sk-secret"}, key_env="K") as (judges, endpoint):
         with pytest.raises(EvaluatorError) as raised:
             await judges("j").ask(asks())
@@ -257,9 +257,10 @@ async def test_what_does_not_pass_is_said_at_once(answer: Any, words: str) -> No
 # ── the way there ─────────────────────────────────────────────────────────────
 
 
-async def test_a_proxy_of_the_environment_is_for_others_than_this_machine(
+async def test_environment_proxy_skips_local_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A proxy of the environment is for other machines than this one."""
     endpoint = Endpoint([says("by proxy")])
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -278,13 +279,14 @@ async def test_a_proxy_of_the_environment_is_for_others_than_this_machine(
 # ── many at once ──────────────────────────────────────────────────────────────
 
 
-async def test_so_many_questions_and_no_more_are_under_way(clock: MockClock) -> None:
+async def test_concurrent_questions_are_limited(clock: MockClock) -> None:
     async with judged_by(slow(5, says("yes")), at_once=3) as (judges, endpoint):
         assert await judges("j").ask_each([asks(str(number)) for number in range(10)]) == ["yes"] * 10
     assert (endpoint.most, len(endpoint.asked)) == (3, 10)
 
 
-async def test_one_that_fails_ends_the_others_and_is_no_group(clock: MockClock) -> None:
+async def test_failed_question_cancels_the_others(clock: MockClock) -> None:
+    """A question that fails ends the others, and is raised without a group."""
     async with judged_by(slow(3, error(400, "no")), never) as (judges, endpoint):
         with pytest.raises(EvaluatorError, match="HTTP 400: no"):
             await judges("j").ask_each([asks(), asks(), asks()])
@@ -292,7 +294,7 @@ async def test_one_that_fails_ends_the_others_and_is_no_group(clock: MockClock) 
     assert len(endpoint.asked) == 3
 
 
-async def test_who_leaves_gives_its_place_back(clock: MockClock) -> None:
+async def test_cancelled_question_frees_its_place(clock: MockClock) -> None:
     async with judged_by(never, says("yes"), at_once=1) as (judges, _):
         with trio.move_on_after(2):
             await judges("j").ask(asks())
@@ -302,7 +304,7 @@ async def test_who_leaves_gives_its_place_back(clock: MockClock) -> None:
 # ── the node's own settings ───────────────────────────────────────────────────
 
 
-async def test_a_name_the_node_does_not_know_is_told_with_those_it_does() -> None:
+async def test_unknown_judge_lists_known_names() -> None:
     async with judged_by(says("yes")) as (judges, _):
         with pytest.raises(EvaluatorError, match="no judge called 'k'; it has j"):
             judges("k")
@@ -315,9 +317,10 @@ async def test_a_name_the_node_does_not_know_is_told_with_those_it_does() -> Non
 
 
 @pytest.mark.parametrize("environment", [{}, {"JUDGE_KEY": ""}, {"JUDGE_KEY": "  "}])
-async def test_a_key_that_is_not_there_stops_the_node_by_the_variables_name(
+async def test_missing_key_names_its_variable(
     environment: dict[str, str],
 ) -> None:
+    """A key that is missing stops the node with the variable's name."""
     config = JudgeConfig(base_url="http://127.0.0.1/v1", model="m", key_env="JUDGE_KEY")
     with pytest.raises(
         ConfigError, match=r"judges\.strict\.key_env names JUDGE_KEY, which is not in the node's environment"
@@ -326,9 +329,7 @@ async def test_a_key_that_is_not_there_stops_the_node_by_the_variables_name(
             raise AssertionError("opened")
 
 
-async def test_a_node_whose_judge_has_no_key_begins_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_node_without_judge_key_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     judge = JudgeConfig(base_url="http://127.0.0.1/v1", model="m", key_env="JUDGE_KEY")
     said: list[str] = []
@@ -341,7 +342,8 @@ async def test_a_node_whose_judge_has_no_key_begins_nothing(
     assert not any("sqlite" in name for name in os.listdir(tmp_path))
 
 
-async def test_a_key_no_header_takes_is_named_without_being_told() -> None:
+async def test_invalid_key_is_not_shown() -> None:
+    """A key that no header takes is named without being shown."""
     config = JudgeConfig(base_url="http://127.0.0.1/v1", model="m", key_env="JUDGE_KEY")
     with pytest.raises(ConfigError) as raised:
         async with open_judges({"strict": config}, {"JUDGE_KEY": "schlüssel"}):
@@ -366,7 +368,7 @@ async def test_a_key_no_header_takes_is_named_without_being_told() -> None:
         ({"timeout": 3}, "timeout"),
     ],
 )
-def test_a_judge_that_can_not_work_is_refused_by_its_setting(said: dict[str, Any], words: str) -> None:
+def test_invalid_judge_is_refused_by_setting(said: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_config(flags={"judges": {"j": {"base_url": "http://127.0.0.1/v1", "model": "m", **said}}})
     assert words in str(raised.value)
@@ -374,7 +376,7 @@ def test_a_judge_that_can_not_work_is_refused_by_its_setting(said: dict[str, Any
         read_config(flags={"judges": {"a b": {"base_url": "http://127.0.0.1/v1", "model": "m"}}})
 
 
-def test_judges_stand_in_the_settings_file() -> None:
+def test_judges_are_read_from_settings() -> None:
     config = read_config(
         toml=(
             '[judges.strict]\nbase_url = "http://127.0.0.1:9000/v1"\nmodel = "judge"\nkey_env ='
@@ -386,5 +388,5 @@ def test_judges_stand_in_the_settings_file() -> None:
     )
 
 
-def test_pauses_fit_in_a_post_budget() -> None:
+def test_pauses_fit_in_post_budget() -> None:
     assert 9 * PAUSES.longest_s <= 300

@@ -88,7 +88,7 @@ async def recovered(path: Path, said: list[str], *, import_paths: tuple[str, ...
         await recover(journal, scheduler, NODE, said.append)
 
 
-async def test_sessions_of_an_earlier_life_become_interrupted_trajectories(tmp_path: Path) -> None:
+async def test_earlier_sessions_become_interrupted_trajectories(tmp_path: Path) -> None:
     path, said = tmp_path / "journal.sqlite", list[str]()
     async with open_journal(path, now=time.time) as journal:
         submitted(journal, "with-turns", "without")
@@ -117,7 +117,7 @@ async def test_sessions_of_an_earlier_life_become_interrupted_trajectories(tmp_p
         ], "who waits for the group learns that it is over"
 
 
-async def test_recovering_again_finds_nothing(tmp_path: Path) -> None:
+async def test_second_recovery_finds_nothing(tmp_path: Path) -> None:
     path, said = tmp_path / "journal.sqlite", list[str]()
     async with open_journal(path, now=time.time) as journal:
         submitted(journal, "one")
@@ -127,7 +127,7 @@ async def test_recovering_again_finds_nothing(tmp_path: Path) -> None:
     assert len(said) == 1
 
 
-async def test_a_capture_without_a_task_is_built_as_any_other(tmp_path: Path) -> None:
+async def test_capture_without_task_is_built(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=time.time) as journal:
         ran(journal, "capture", task_id="capture", turns=2)
@@ -139,7 +139,7 @@ async def test_a_capture_without_a_task_is_built_as_any_other(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-async def test_a_session_whose_builder_is_gone_keeps_its_turns(tmp_path: Path, allowed: bool) -> None:
+async def test_unknown_builder_keeps_turns(tmp_path: Path, allowed: bool) -> None:
     """One session that can not be built must not keep the node from starting, nor the others from their
     traces.
     """
@@ -184,7 +184,7 @@ async def killed(
             cancel_task(journal, "t")
 
 
-async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -> None:
+async def test_interrupted_place_gets_fresh_session(tmp_path: Path) -> None:
     path, said = tmp_path / "journal.sqlite", list[str]()
     await killed(path, "a", "b", spec=task(num_samples=2, budgets={"retries": 2}))
     async with life(path) as (journal, scheduler):
@@ -227,7 +227,7 @@ async def test_an_interrupted_place_is_held_by_a_fresh_session(tmp_path: Path) -
         assert len((await journal.events(0, filters=EventFilters(kinds=("attempt",)))).events) == 2
 
 
-async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) -> None:
+async def test_repeatedly_lost_place_ends_interrupted(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", spec=task(budgets={"retries": 2}), attempt=2)
     async with life(path) as (journal, scheduler):
@@ -238,7 +238,7 @@ async def test_a_place_that_every_life_loses_ends_interrupted(tmp_path: Path) ->
         assert (found.outcome.status, found.attempt, found.retried_as) == ("interrupted", 2, None)
 
 
-async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recovery_waits_for_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is waited for, and what is being settled is not begun as if an answer that gave it was lost."""
     usual, left = SqliteLog.sessions_to_stop, [LogUnavailable("the log is away") for _ in range(3)]
 
@@ -263,7 +263,7 @@ async def test_log_away_while_recovering(tmp_path: Path, monkeypatch: pytest.Mon
         assert [event.kind for event in events] == list(kinds)
 
 
-async def test_a_cancelled_place_stays_over(tmp_path: Path) -> None:
+async def test_cancelled_place_stays_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", spec=task(budgets={"retries": 2}), cancelled=True)
     async with life(path) as (journal, scheduler):
@@ -278,7 +278,8 @@ async def test_a_cancelled_place_stays_over(tmp_path: Path) -> None:
         )
 
 
-async def test_a_place_that_this_node_would_not_take_ends_interrupted_and_says_why(tmp_path: Path) -> None:
+async def test_unrunnable_place_ends_with_reason(tmp_path: Path) -> None:
+    """A place that this node would not take ends interrupted, and says why."""
     path = tmp_path / "journal.sqlite"
     await killed(
         path,
@@ -294,7 +295,7 @@ async def test_a_place_that_this_node_would_not_take_ends_interrupted_and_says_w
         assert "may not be imported" in (found.outcome.reason or "")
 
 
-async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_recovery_resumes_after_kill(tmp_path: Path) -> None:
     """The first place was given again, the second not yet: the successor has lost the next life too, and
     nothing is lost or doubled.
     """
@@ -319,7 +320,7 @@ async def test_a_node_that_is_killed_while_it_recovers_goes_on_where_it_was(tmp_
         assert await journal.unfinished_sessions() == ()
 
 
-async def test_a_place_that_had_not_begun_is_run(tmp_path: Path) -> None:
+async def test_unstarted_place_is_run(tmp_path: Path) -> None:
     """It keeps its session, and costs no retry."""
     path, said = tmp_path / "journal.sqlite", list[str]()
     async with open_journal(path, now=time.time) as journal:

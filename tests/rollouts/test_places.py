@@ -38,11 +38,12 @@ GONE = RuntimeFault("the container is gone")
         ),
     ],
 )
-def test_only_what_the_machine_did_is_tried_again(outcome: Outcome, lost: bool) -> None:
+def test_only_machine_losses_are_retried(outcome: Outcome, lost: bool) -> None:
     assert lost_to_the_machine(outcome) is lost
 
 
-def test_a_place_is_held_by_so_many_sessions_and_each_waits_longer() -> None:
+def test_retries_are_limited_and_wait_longer() -> None:
+    """A place is held by a limited number of sessions, and each waits longer."""
     held = [
         retries for retries in range(9) if retries == 0 or has_retries_left(retries - 1, Budgets(retries=4))
     ]
@@ -70,7 +71,7 @@ def attempts(place: MemoryNode) -> list[Trajectory]:
     return sorted(place.published, key=lambda each: (each.sample_index, each.attempt))
 
 
-async def test_a_lost_session_gives_its_place_to_a_fresh_one(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_lost_session_is_replaced_by_fresh(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": loses(GONE)}) as place:
         (first,) = place.submit(budgets={"retries": 2}, evaluator="COUNTS")
         await place.over()
@@ -110,7 +111,7 @@ async def test_a_lost_session_gives_its_place_to_a_fresh_one(autojump_clock: Clo
         )
 
 
-async def test_place_given_by_lost_answer(
+async def test_place_retried_after_lost_answer(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer that gave the next attempt was lost, and the call that was made again says nothing of it."""
@@ -127,9 +128,8 @@ async def test_place_given_by_lost_answer(
         assert [each.outcome.status for each in place.published] == ["error", "completed"]
 
 
-async def test_a_place_that_is_lost_every_time_ends_with_its_last_session(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_repeatedly_lost_place_ends_with_last(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A place that is lost every time ends with its last session."""
     async with town(tmp_path, {"agent": agent(ends=GONE)}) as place:
         place.submit(budgets={"retries": 2})
         began = trio.current_time()
@@ -146,7 +146,7 @@ async def test_a_place_that_is_lost_every_time_ends_with_its_last_session(
 
 
 @pytest.mark.parametrize("program", [agent(ends=1), agent(ends=139), agent(endless=True)])
-async def test_what_the_agent_did_is_never_tried_again(
+async def test_agent_failures_are_not_retried(
     autojump_clock: Clock, tmp_path: Path, program: ProgramFunction
 ) -> None:
     async with town(tmp_path, {"agent": program}) as place:
@@ -156,7 +156,7 @@ async def test_what_the_agent_did_is_never_tried_again(
 
 
 @pytest.mark.parametrize("evaluator", ["JUDGES_NOT", "RAISES", "HANGS"])
-async def test_an_evaluator_that_fails_costs_no_second_rollout(
+async def test_evaluator_failure_causes_no_retry(
     autojump_clock: Clock, tmp_path: Path, evaluator: str
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
@@ -164,9 +164,7 @@ async def test_an_evaluator_that_fails_costs_no_second_rollout(
         assert (one.outcome.status, one.outcome.boundary, len(place.published)) == ("error", "evaluator", 1)
 
 
-async def test_a_harness_that_fails_with_its_engine_is_tried_again(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_engine_failure_is_retried(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": behind_an_engine_that_died()}) as place:
         place.submit(budgets={"retries": 1})
         await place.over()
@@ -201,7 +199,7 @@ def behind_an_engine_that_died() -> ProgramFunction:
     return program
 
 
-async def test_a_cancelled_place_is_over_whatever_ended_it(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_cancelled_place_is_not_retried(autojump_clock: Clock, tmp_path: Path) -> None:
     """Cancelled while its session waits to begin, and in a run that the machine then loses."""
     async with town(tmp_path, {"agent": agent(ends=GONE)}) as place:
         place.submit(budgets={"retries": 2}, task_id="t")
@@ -218,7 +216,7 @@ async def test_a_cancelled_place_is_over_whatever_ended_it(autojump_clock: Clock
         assert place.log.cancelled == ["t"], "what is over is not cancelled"
 
 
-async def test_a_stopping_node_begins_nothing_again(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_stopping_node_retries_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(ends=GONE)}) as place:
         place.submit(budgets={"retries": 2}, num_samples=3)
         await place.until("run")
@@ -227,7 +225,7 @@ async def test_a_stopping_node_begins_nothing_again(autojump_clock: Clock, tmp_p
         assert place.log.cancelled == [], "the node's own end cancels no task"
 
 
-async def test_a_group_has_one_final_session_a_place(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_group_has_one_session_per_place(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": loses(*[GONE] * 5, ends=0)}, run=3) as place:
         place.submit(budgets={"retries": 5}, num_samples=8)
         await place.over()
@@ -237,9 +235,10 @@ async def test_a_group_has_one_final_session_a_place(autojump_clock: Clock, tmp_
         assert len(place.scheduler.sessions()) == 8
 
 
-async def test_a_lost_session_that_can_not_be_packed_keeps_its_turns_and_its_place(
+async def test_unencodable_lost_session_keeps_its_place(
     autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A lost session that cannot be packed keeps its turns and its place."""
     async with town(tmp_path, {"agent": loses(GONE)}) as place:
         place.notes.refuse = [TypeError("no")]
         place.submit(budgets={"retries": 1})
@@ -252,6 +251,6 @@ async def test_a_lost_session_that_can_not_be_packed_keeps_its_turns_and_its_pla
     )
 
 
-def test_retries_are_the_tasks_own_number() -> None:
+def test_retries_come_from_task() -> None:
     assert task(budgets={"retries": 7}).budgets.retries == 7
     assert Budgets().retries == 2

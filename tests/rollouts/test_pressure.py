@@ -50,13 +50,13 @@ def play(*steps: tuple[LoadReadings, SessionCounts], state: State | None = None)
         (LoadReadings(memory_mb=2000, disk_mb=3999), "disk: 3999 MiB left of the 4000 kept free"),
     ],
 )
-def test_no_session_begins_while_memory_or_disk_are_short(readings: LoadReadings, held: str) -> None:
+def test_shortage_holds_new_sessions(readings: LoadReadings, held: str) -> None:
     (state,) = play((readings, WORK))
     assert (state.init, state.init_held, state.short) == (0, held, True)
     assert (state.run, state.post) == (64, 8), "what has begun goes on"
 
 
-def test_one_begins_when_nobody_is_at_work_whatever_is_short() -> None:
+def test_idle_node_begins_despite_shortage() -> None:
     short = LoadReadings(memory_mb=10)
     states = play(
         (short, SessionCounts(at_work=0, running=0)),
@@ -67,12 +67,13 @@ def test_one_begins_when_nobody_is_at_work_whatever_is_short() -> None:
     assert all(state.init_held for state in states)
 
 
-def test_a_little_more_than_the_reserve_must_be_free_before_it_goes_on() -> None:
+def test_resume_needs_margin_above_reserve() -> None:
+    """A little more than the reserve must be free before sessions begin again."""
     states = play(*((LoadReadings(memory_mb=left), WORK) for left in (999, 1050, 1099, 1100, 1050)))
     assert [state.init for state in states] == [0, 0, 0, 4, 4]
 
 
-def test_what_can_not_be_told_holds_nobody_back() -> None:
+def test_unknown_readings_hold_nothing() -> None:
     (state,) = play((LoadReadings(), WORK))
     assert (state.init, state.run, state.post, state.init_held, state.run_held, state.post_held) == (
         4,
@@ -89,7 +90,7 @@ def test_what_can_not_be_told_holds_nobody_back() -> None:
 CROWDED = LoadReadings(memory_mb=9000, disk_mb=90_000, running=32, waiting=64)
 
 
-def test_a_long_queue_shrinks_run_and_a_short_one_lets_it_grow() -> None:
+def test_run_limit_follows_queue_length() -> None:
     states = play(*[(CROWDED, WORK)] * 3)
     assert [state.run for state in states] == [
         64,
@@ -106,12 +107,12 @@ def test_a_long_queue_shrinks_run_and_a_short_one_lets_it_grow() -> None:
     assert all(after.run - before.run in (0, 1) for before, after in pairwise(relieved))
 
 
-def test_run_shrinks_no_further_than_keeps_the_engine_busy() -> None:
+def test_run_limit_keeps_engine_busy() -> None:
     states = play(*[(CROWDED, SessionCounts(at_work=9, running=8))] * 200)
     assert min(state.run for state in states) == 8
 
 
-def test_limits_that_do_not_bind_are_shrunk_to_what_is_there() -> None:
+def test_unreached_limits_shrink_to_usage() -> None:
     states = play(*[(CROWDED, SessionCounts(at_work=30, running=30))] * 3)
     assert states[-1].run == 24
 
@@ -120,14 +121,15 @@ def test_limits_that_do_not_bind_are_shrunk_to_what_is_there() -> None:
     "readings",
     [LoadReadings(running=0, waiting=FEW - 1), LoadReadings(running=32, waiting=500, serving=False)],
 )
-def test_a_few_requests_and_a_paused_engine_are_no_queue(readings: LoadReadings) -> None:
+def test_short_queue_leaves_run_limit(readings: LoadReadings) -> None:
+    """A few requests and a paused engine are no queue."""
     assert {state.run for state in play(*[(readings, WORK)] * 30)} == {64}
 
 
 # ── POST ──────────────────────────────────────────────────────────────────────
 
 
-def test_post_follows_the_cpu_in_steps() -> None:
+def test_post_limit_follows_cpu_in_steps() -> None:
     busy = play(*[(LoadReadings(cpu=95.0), WORK)] * 40)
     assert [busy[index].post for index in (0, 4, 5, 39)] == [7, 7, 6, 2]
     assert busy[-1].post_held == "cpu: some program waited for it 95 % of the time"
@@ -181,7 +183,7 @@ def test_whatever_is_read_nothing_stops_for_ever(
 # ── readings ──────────────────────────────────────────────────────────────────
 
 
-def test_this_machine_is_read(tmp_path: Path) -> None:
+def test_readings_of_this_machine(tmp_path: Path) -> None:
     machine = read_machine([tmp_path])
     assert machine.memory_mb is not None
     assert machine.memory_mb > 0
@@ -198,7 +200,7 @@ def machine_of(root: Path, **files: str) -> Machine:
     return read_machine([], root)
 
 
-def test_the_groups_around_the_node_count_too(tmp_path: Path) -> None:
+def test_enclosing_cgroups_count_too(tmp_path: Path) -> None:
     stat = "anon 1\ninactive_file 104857600\ntotal_inactive_file 0\n"
     two = {"memory.max": "1073741824\n", "memory.current": "524288000\n", "memory.stat": stat}
     machine = machine_of(
@@ -211,7 +213,7 @@ def test_the_groups_around_the_node_count_too(tmp_path: Path) -> None:
     assert machine == Machine(memory_mb=1024 - 500 + 100, disk_mb=None, cpu=None)
 
 
-def test_the_first_version_of_groups_is_read_too(tmp_path: Path) -> None:
+def test_cgroup_version_1_is_read(tmp_path: Path) -> None:
     one = {
         "memory.limit_in_bytes": "2147483648\n",
         "memory.usage_in_bytes": "1073741824\n",
@@ -229,7 +231,8 @@ def test_the_first_version_of_groups_is_read_too(tmp_path: Path) -> None:
     assert machine_of(tmp_path, **listing, **put) == Machine(memory_mb=1025, disk_mb=None, cpu=12.5)
 
 
-def test_without_the_kernels_pressure_the_load_is_asked(tmp_path: Path) -> None:
+def test_load_average_replaces_missing_pressure(tmp_path: Path) -> None:
+    """Without the kernel's pressure files the load is read."""
     machine = machine_of(tmp_path, **{"proc/loadavg": "100000.00 1 1 1/2 3"})
     assert machine.memory_mb == 8192
     assert machine.cpu is not None
@@ -239,7 +242,7 @@ def test_without_the_kernels_pressure_the_load_is_asked(tmp_path: Path) -> None:
 # ── the watcher ───────────────────────────────────────────────────────────────
 
 
-async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock) -> None:
+async def test_watcher_adjusts_gates_with_reason(autojump_clock: Clock) -> None:
     stages = StageSlots(
         live=PrioritySemaphore(limit=68),
         init=PrioritySemaphore(limit=4),
@@ -272,7 +275,7 @@ async def test_the_watcher_adjusts_the_gates_and_says_why(autojump_clock: Clock)
         nursery.cancel_scope.cancel()
 
 
-def test_a_flood_of_one_session_is_no_reason_to_begin_fewer_sessions() -> None:
+def test_calls_of_one_session_count_once() -> None:
     """What waits in the node counts by session: 500 calls of one are one."""
     host = HostStatistics(
         index=0, state="ready", pid=1, gpus=(0,), in_flight=0, running=32, waiting=2, token_usage=0.9, restarts=0, weight_version="1", last_error=None, queued=500, queued_sessions=1

@@ -42,9 +42,8 @@ def bearer(key: str) -> "dict[str, str]":
     return {"Authorization": f"Bearer {key}"}
 
 
-async def test_the_sdks_take_the_public_address_and_the_authority_from_the_environment(
-    desk: Desk, tmp_path: Path
-) -> None:
+async def test_sdks_use_public_address_from_environment(desk: Desk, tmp_path: Path) -> None:
+    """The SDKs take the public address and the authority from the environment."""
     opened = await desk.open()
     assert opened["env"]["OPENAI_BASE_URL"].startswith("https://127.0.0.1:")
     assert {url[:8] for url in opened["base_urls"].values()} == {"https://"}
@@ -56,7 +55,7 @@ async def test_the_sdks_take_the_public_address_and_the_authority_from_the_envir
     assert (await desk.end(opened["session_id"], reward=1))["turns"] == 3
 
 
-async def test_the_same_trajectory_comes_over_tls_and_over_loopback(tmp_path: Path) -> None:
+async def test_tls_and_loopback_give_same_trajectory(tmp_path: Path) -> None:
     found = []
     for name, secure in (("tls", True), ("plain", False)):
         folder = tmp_path / name
@@ -80,7 +79,8 @@ async def test_the_same_trajectory_comes_over_tls_and_over_loopback(tmp_path: Pa
     assert found[0] == found[1]
 
 
-async def test_without_an_open_captures_key_every_route_answers_the_same(desk: Desk, tmp_path: Path) -> None:
+async def test_closed_captures_answer_alike(desk: Desk, tmp_path: Path) -> None:
+    """Without the key of an open capture every route answers the same."""
     opened, over = await desk.open(), await desk.open()
     await desk.end(over["session_id"])
     base = opened["base_urls"]["anthropic"]
@@ -113,7 +113,7 @@ async def test_without_an_open_captures_key_every_route_answers_the_same(desk: D
     )
 
 
-async def test_wrong_keys_are_counted_by_the_address_they_come_from(
+async def test_wrong_keys_counted_by_address(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(places, "TRIES", 5)
@@ -137,7 +137,7 @@ async def test_wrong_keys_are_counted_by_the_address_they_come_from(
     assert not any(word in caplog.text for word in ("sk-", opened["key"]))
 
 
-async def test_a_key_has_its_share_of_the_connections_and_no_more(
+async def test_connections_per_key_are_limited(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "MAX_KEY_CONNECTIONS", 2)
@@ -154,9 +154,10 @@ async def test_a_key_has_its_share_of_the_connections_and_no_more(
             assert (await fourth.get(url, headers=bearer(one["key"]))).status_code == 200
 
 
-async def test_a_strangers_long_or_slow_body_is_not_read_to_its_end(
+async def test_strangers_body_is_not_read(
     desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A stranger's long or slow body is not read to its end."""
     monkeypatch.setattr(asgi, "MAX_DRAIN_S", 0.2)
     address = urlsplit((await desk.open())["base_urls"]["openai"])
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999\r\n\r\n"

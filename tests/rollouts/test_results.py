@@ -132,7 +132,7 @@ async def test_next_life_delivers_results(tmp_path: Path) -> None:
                 assert await log.trajectory(held.session_id) == whole
 
 
-async def test_lost_while_down_is_told_again(tmp_path: Path) -> None:
+async def test_lost_results_are_sent_to_primary(tmp_path: Path) -> None:
     """A node that starts after a failover tells the new primary what the old one took with it."""
     with running_cluster() as cluster:
         async with (
@@ -161,7 +161,7 @@ async def test_lost_while_down_is_told_again(tmp_path: Path) -> None:
                 assert second.filled == [f"{held.session_id}: {answer}" for answer in told]
 
 
-async def test_put_back_by_newer_claim(tmp_path: Path) -> None:
+async def test_newer_claim_is_given_back(tmp_path: Path) -> None:
     """A node that joins again while it gives a place back holds it by another claim, and gives that back."""
 
     @define
@@ -191,7 +191,7 @@ async def test_put_back_by_newer_claim(tmp_path: Path) -> None:
             assert [each.session_id for each in await log.claims(kept.incarnation)] == [kept.session_id]
 
 
-async def test_new_primary_is_told_again(tmp_path: Path) -> None:
+async def test_new_primary_gets_acknowledged_results(tmp_path: Path) -> None:
     """A primary that never had a task gets it with what was acknowledged by the lost one, once."""
     with running_cluster() as cluster:
         old, new = cluster.database(), cluster.database()
@@ -253,7 +253,7 @@ async def test_stop_is_bounded_without_log(tmp_path: Path, autojump_clock: trio.
         assert found.answered is None
 
 
-async def test_stop_ends_patience(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+async def test_stop_shortens_retries(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
     """Nothing cuts a place short that is given back but the node's stop, which waits no longer than STOP_WAIT_S."""
     lost = make_trajectory("a", task_id="t")
     held = Claim(

@@ -48,7 +48,7 @@ def fork_of(parent: Trajectory, turn: int = 2, **more: Any) -> TaskSpec:
     return task(harness=KEEPER_HARNESS, fork=ForkSpec(session=parent.session_id, turn=turn), **more)
 
 
-async def test_a_fork_goes_on_from_a_snapshot_with_its_parents_turns(tmp_path: Path) -> None:
+async def test_fork_resumes_snapshot_with_parent_turns(tmp_path: Path) -> None:
     parent = await parent_in(tmp_path)
     found = await run(tmp_path, fork_of(parent))
     assert found.outcome.status == "completed", found.outcome
@@ -63,7 +63,8 @@ async def test_a_fork_goes_on_from_a_snapshot_with_its_parents_turns(tmp_path: P
     )
 
 
-async def test_a_state_before_the_first_answer_is_begun_with_the_instruction(tmp_path: Path) -> None:
+async def test_state_without_answer_starts_with_instruction(tmp_path: Path) -> None:
+    """A state before the first answer is begun with the instruction."""
     parent = await parent_in(tmp_path)
     found = await run(tmp_path, fork_of(parent, 0))
     assert found.outcome.status == "completed", found.outcome
@@ -71,7 +72,8 @@ async def test_a_state_before_the_first_answer_is_begun_with_the_instruction(tmp
     assert len(found.turns) == 4
 
 
-async def test_another_state_ends_with_the_first_difference_and_is_not_tried_again(tmp_path: Path) -> None:
+async def test_different_state_ends_without_retry(tmp_path: Path) -> None:
+    """Another state ends with the first difference, and is not tried again."""
     parent = await parent_in(tmp_path)
     found = await run(tmp_path, fork_of(parent, budgets={"retries": 2}), Keeper(says="else"))
     outcome = found.outcome
@@ -83,14 +85,16 @@ async def test_another_state_ends_with_the_first_difference_and_is_not_tried_aga
     assert (found.traces, found.sampled_tokens, len(found.turns)) == ((), 0, 2)
 
 
-async def test_a_harness_that_asks_nothing_is_no_fork(tmp_path: Path) -> None:
+async def test_silent_harness_is_no_fork(tmp_path: Path) -> None:
+    """A harness that asks for no answer is no fork."""
     parent = await parent_in(tmp_path)
     found = await run(tmp_path, fork_of(parent), Keeper(ends=0))
     assert (found.outcome.status, found.outcome.boundary) == ("error", "fork")
     assert "ended without asking for it again" in str(found.outcome.reason)
 
 
-async def test_a_container_that_dies_is_the_machines_fault_and_tried_again(tmp_path: Path) -> None:
+async def test_container_death_is_retried(tmp_path: Path) -> None:
+    """A container that dies is the machine's fault, and the fork is tried again."""
     parent = await parent_in(tmp_path)
     broken = Keeper(ends=RuntimeFault("the container died"))
     first = await run(tmp_path, fork_of(parent, budgets={"retries": 1}), broken)
@@ -99,7 +103,7 @@ async def test_a_container_that_dies_is_the_machines_fault_and_tried_again(tmp_p
     assert second.attempt == 1
 
 
-async def test_a_snapshot_that_is_gone_when_its_fork_begins_ends_it(tmp_path: Path) -> None:
+async def test_missing_snapshot_ends_fork(tmp_path: Path) -> None:
     parent = await parent_in(tmp_path)
     archive_path(tmp_path, parent.session_id, 2).unlink()
     found = await run(tmp_path, fork_of(parent, budgets={"retries": 2}))
@@ -121,7 +125,7 @@ async def refused(folder: Path, spec: TaskSpec, parent: Trajectory, *, image: st
     return found.value
 
 
-async def test_a_fork_that_no_session_could_begin_is_refused(tmp_path: Path) -> None:
+async def test_unrunnable_fork_is_refused(tmp_path: Path) -> None:
     parent = await parent_in(tmp_path)
     spec = fork_of(parent)
     shell = evolve(spec, harness=HarnessSpec(name="shell", command=("keeper",)))
@@ -155,7 +159,7 @@ IMAGE = FrozenImage(
         (IMAGE, {}, None, None, ""),
     ],
 )
-async def test_a_fork_by_freezing_that_no_copy_could_begin_is_refused(
+async def test_uncopyable_frozen_fork_is_refused(
     tmp_path: Path,
     image: FrozenImage | None,
     changes: dict[str, Any],

@@ -73,7 +73,8 @@ def states(group: Group) -> list[tuple[int, int, int] | None]:
     return [fork and (places[fork.session_id], fork.turn, fork.got) for fork in forks]
 
 
-async def test_forks_take_the_states_of_their_roots_and_are_one_group_with_them(tmp_path: Path) -> None:
+async def test_forks_join_group_of_roots(tmp_path: Path) -> None:
+    """Forks take the states of their roots, and are one group with them."""
     group = await grown(tmp_path, tree())
     assert (group.state, group.reason) == ("complete", None)
     assert states(group) == [None, None, (0, 1, 1), (0, 3, 3), (1, 1, 1), (1, 3, 3)]
@@ -84,7 +85,8 @@ async def test_forks_take_the_states_of_their_roots_and_are_one_group_with_them(
         rows_of([group])
 
 
-async def test_the_forks_of_a_session_are_listed_and_marked_in_their_group(tmp_path: Path) -> None:
+async def test_forks_are_listed_and_marked(tmp_path: Path) -> None:
+    """The forks of a session are listed, and marked in their group."""
     group = await grown(tmp_path, tree(budgets={"retries": 1}))
     root, *_, last = group.trajectories
     path = tmp_path / "journal.sqlite"
@@ -107,7 +109,7 @@ async def test_the_forks_of_a_session_are_listed_and_marked_in_their_group(tmp_p
         assert (marks, shown["later"][0]["forked_from"]["turn"]) == ([None, None, 1, 3, 1, 3], 2)
 
 
-async def test_a_root_without_a_state_to_fork_costs_its_forks_and_nothing_else(tmp_path: Path) -> None:
+async def test_root_without_state_loses_only_forks(tmp_path: Path) -> None:
     lost = agent(turns=4, each=0.01, ends=RuntimeFault("the container died"))
     one_turn = agent(turns=1, each=0.01)
     spec = tree(samples=9, group={"min_usable": 5})
@@ -126,14 +128,15 @@ async def test_a_root_without_a_state_to_fork_costs_its_forks_and_nothing_else(t
     )
 
 
-async def test_a_root_that_is_tried_again_is_forked_once_it_is_over(tmp_path: Path) -> None:
+async def test_retried_root_is_forked_when_over(tmp_path: Path) -> None:
     lost = agent(turns=2, each=0.01, ends=RuntimeFault("the container died"))
     group = await grown(tmp_path, tree(samples=3, budgets={"retries": 1}), ordered(lost, FOUR))
     assert states(group) == [None, (0, 1, 1), (0, 3, 3)]
     assert [each.attempt for each in group.trajectories] == [1, 0, 0]
 
 
-async def test_a_fork_that_the_machine_lost_is_forked_before_the_same_turn(tmp_path: Path) -> None:
+async def test_lost_fork_keeps_its_turn(tmp_path: Path) -> None:
+    """A fork that the machine lost is forked before the same turn again."""
     lost = agent(turns=2, each=0.01, ends=RuntimeFault("the container died"))
     spec = tree(ForkPolicy(at=(3,), per_session=1), samples=2, budgets={"retries": 1})
     group = await grown(tmp_path, spec, ordered(FOUR, lost, FOUR))
@@ -141,14 +144,14 @@ async def test_a_fork_that_the_machine_lost_is_forked_before_the_same_turn(tmp_p
     assert [each.attempt for each in group.trajectories] == [0, 1]
 
 
-async def test_a_group_that_has_enough_begins_no_fork(tmp_path: Path) -> None:
+async def test_complete_group_begins_no_fork(tmp_path: Path) -> None:
     group = await grown(tmp_path, tree(samples=3, group={"early_stop_min": 1}))
     assert group.state == "early"
     assert [member.why for member in group.members] == [None, "early stop", "early stop"]
     assert states(group) == [None] * 3
 
 
-async def test_a_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:
+async def test_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:
     slow = agent(turns=1, each=0.01, endless=True)
     async with life(tmp_path / "journal.sqlite", {"agent": slow}) as (_, scheduler, place):
         await scheduler.submit(tree())
@@ -166,7 +169,7 @@ async def begun(journal: Journal, over: Sequence[str], running: Sequence[str]) -
 
 
 @pytest.mark.parametrize("after", [0, 2], ids=["while roots run", "while forks run"])
-async def test_a_node_that_is_killed_goes_on_with_its_tree(tmp_path: Path, after: int) -> None:
+async def test_killed_node_continues_its_tree(tmp_path: Path, after: int) -> None:
     path = tmp_path / "journal.sqlite"
     endless = agent(turns=4, each=0.01, endless=True)
     first = ordered(*[FOUR] * after, endless)
@@ -188,7 +191,8 @@ async def test_a_node_that_is_killed_goes_on_with_its_tree(tmp_path: Path, after
 # ── resumed ───────────────────────────────────────────────────────────────────
 
 
-async def test_where_there_are_snapshots_forks_are_resumed_and_only_before_those(tmp_path: Path) -> None:
+async def test_forks_resume_only_from_snapshots(tmp_path: Path) -> None:
+    """Where there are snapshots forks are resumed, and only before those turns."""
     spec = evolve(tree(ForkPolicy(at="even", per_session=2), samples=3), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(0, 1, 3)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
@@ -199,7 +203,7 @@ async def test_where_there_are_snapshots_forks_are_resumed_and_only_before_those
     assert {each.forked_from.by for each in group.trajectories if each.forked_from} == {"resume"}
 
 
-async def test_a_session_without_a_snapshot_is_not_forked_by_resume(tmp_path: Path) -> None:
+async def test_unsnapshotted_session_is_not_resumed(tmp_path: Path) -> None:
     spec = evolve(tree(ForkPolicy(per_session=1), samples=2), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(9,)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
@@ -211,7 +215,7 @@ async def test_a_session_without_a_snapshot_is_not_forked_by_resume(tmp_path: Pa
     )
 
 
-async def test_forks_that_cannot_be_resumed_are_refused_or_replayed(tmp_path: Path) -> None:
+async def test_unresumable_forks_are_refused_or_replayed(tmp_path: Path) -> None:
     resumed = evolve(POLICY, by="resume")
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
         with pytest.raises(Refused, match=r"shell cannot go on.*by=replay") as refused:

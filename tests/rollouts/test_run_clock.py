@@ -15,7 +15,7 @@ from polarnode.rollouts.run_clock import MAX_HELD_S, RunClock
         ([-1e-9], -1e-9, 0.0),
     ],
 )
-def test_credits_move_the_end(credits: list[float], moved: float, held: float) -> None:
+def test_credits_extend_run_deadline(credits: list[float], moved: float, held: float) -> None:
     clock, began = RunClock(), 1000.0
     clock.scope.deadline = began
     for seconds in credits:

@@ -51,7 +51,7 @@ PROGRAMS = {"agent": agent(turns=2, each=10.0)}
     ],
     ids=["no model", "a model", "a label", "away", "nobody"],
 )
-async def test_some_node_can_run_what_is_taken(
+async def test_required_labels_need_a_node(
     requires: dict[str, str],
     error: type[Exception] | None,
     sentence: str,
@@ -83,7 +83,7 @@ async def test_some_node_can_run_what_is_taken(
             assert model == requires.get("model", "tiny")
 
 
-async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_task_becomes_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
         task_id, session_ids = await place.scheduler.submit(
             task(num_samples=4, metadata={"split": "train"}), idempotency_key="k"
@@ -151,7 +151,7 @@ async def test_a_task_becomes_a_group_of_sessions(autojump_clock: Clock, tmp_pat
         ),
     ],
 )
-async def test_what_can_not_run_is_refused_with_its_path(
+async def test_unrunnable_task_is_refused_with_path(
     autojump_clock: Clock, tmp_path: Path, wrong: dict[str, Any], path: str | None, sentence: str | None
 ) -> None:
     async with town(tmp_path) as place:
@@ -162,9 +162,8 @@ async def test_what_can_not_run_is_refused_with_its_path(
         assert (list(place.log.tasks), place.notes.started, place.scheduler.sessions()) == ([], [], ())
 
 
-async def test_experts_are_refused_where_the_engine_can_not_tell_them(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_routed_experts_need_engine_support(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A task that asks for experts is refused where the engine cannot report them."""
     async with town(tmp_path, PROGRAMS) as place:
         place.change(unrouted="the model tiny is dense; leave it out")
         with pytest.raises(
@@ -175,9 +174,8 @@ async def test_experts_are_refused_where_the_engine_can_not_tell_them(
         place.submit(carry=CarrySpec(top_logprobs=3))
 
 
-async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_session_extras_respect_node_limit(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A session carries what its task asks for, up to the node's limit."""
     async with town(tmp_path, PROGRAMS) as place:
         place.change(carried_limit=5)
         place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
@@ -192,7 +190,7 @@ async def test_a_session_carries_what_its_task_asks_for_up_to_the_nodes_limit(
     assert "carried_bytes" not in plain.metrics
 
 
-def test_every_harness_of_ours_passes_its_dry_run() -> None:
+def test_every_harness_passes_dry_run() -> None:
     for name in ("pi", "mini_swe_agent", "claude_code"):
         found = admitted(
             task(harness=HarnessSpec(name=name)), model="tiny", context_length=4096, allowed_imports=()
@@ -200,7 +198,8 @@ def test_every_harness_of_ours_passes_its_dry_run() -> None:
         assert (found.harness.name, found.evaluator.name) == (name, "session_completed")
 
 
-async def test_a_task_the_journal_can_not_take_starts_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_unrecorded_task_starts_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A task that the journal cannot take starts nothing."""
     async with town(tmp_path, PROGRAMS) as place:
         place.log.refuse_task = JournalError("the disk is full")
         with pytest.raises(JournalError):
@@ -219,7 +218,7 @@ async def test_a_task_the_journal_can_not_take_starts_nothing(autojump_clock: Cl
 # ── who goes first ────────────────────────────────────────────────────────────
 
 
-async def test_the_urgent_pass_the_waiting(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_urgent_task_passes_waiting_tasks(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS, run=1, live=1) as place:
         first = place.submit(priority=50)
         await place.until("run")
@@ -227,7 +226,7 @@ async def test_the_urgent_pass_the_waiting(autojump_clock: Clock, tmp_path: Path
     assert [each.session_id for each in place.published] == [*first, *high, *middle, *low]
 
 
-async def test_the_stages_hold_their_limits(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_stages_respect_their_limits(autojump_clock: Clock, tmp_path: Path) -> None:
     most: dict[str, int] = {}
     async with (
         town(tmp_path, PROGRAMS, live=5, init=2, run=3, post=1) as place,
@@ -252,9 +251,7 @@ async def test_the_stages_hold_their_limits(autojump_clock: Clock, tmp_path: Pat
 # ── ending ────────────────────────────────────────────────────────────────────
 
 
-async def test_cancelling_a_task_ends_its_sessions_and_no_others(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_cancel_ends_only_own_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS, live=3) as place:
         mine, others = (
             place.submit(num_samples=2, task_id="mine"),
@@ -270,9 +267,7 @@ async def test_cancelling_a_task_ends_its_sessions_and_no_others(
 
 
 @pytest.mark.parametrize("cancel", [True, False])
-async def test_stopping_takes_nothing_new_and_waits(
-    autojump_clock: Clock, tmp_path: Path, cancel: bool
-) -> None:
+async def test_stop_refuses_new_and_waits(autojump_clock: Clock, tmp_path: Path, cancel: bool) -> None:
     async with town(tmp_path, {"agent": agent(turns=50, each=10.0)}, live=2) as place:
         place.submit(num_samples=3)
         await trio.sleep(15)
@@ -292,7 +287,7 @@ async def test_stopping_takes_nothing_new_and_waits(
     assert statuses == ["cancelled"] * 3 if cancel else ["completed"] * 3
 
 
-async def test_a_stopping_node_still_judges_what_ended(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_stopping_node_judges_ended_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
         place.submit(evaluator="COUNTS")
         await place.until("post")
@@ -300,9 +295,10 @@ async def test_a_stopping_node_still_judges_what_ended(autojump_clock: Clock, tm
         assert [each.reward for each in place.published] == [2.0]
 
 
-async def test_a_session_that_can_not_be_published_at_all_is_logged_and_no_other_learns_of_it(
+async def test_unpublishable_session_is_logged_alone(
     autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A session that cannot be published at all is logged, and no other learns of it."""
     async with town(tmp_path, PROGRAMS) as place:
         place.notes.refuse = [TypeError("no"), TypeError("no again")]
         every = place.submit(num_samples=3)
@@ -322,7 +318,7 @@ async def test_a_session_that_can_not_be_published_at_all_is_logged_and_no_other
 # ── what can be seen ──────────────────────────────────────────────────────────
 
 
-async def test_sessions_at_a_glance(
+async def test_overview_of_sessions(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler_module, "MAX_ENDED_SESSIONS", 2)
@@ -351,7 +347,7 @@ async def test_sessions_at_a_glance(
         )
 
 
-async def test_a_key_lives_as_long_as_its_session(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_key_expires_with_session(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
         (session_id,) = place.submit()
         key = place.session(session_id).live.key
@@ -365,7 +361,7 @@ async def test_a_key_lives_as_long_as_its_session(autojump_clock: Clock, tmp_pat
 
 
 @pytest.mark.parametrize("cancel", [True, False])
-async def test_the_demand_for_warm_containers_rises_and_ends_at_zero(
+async def test_warm_container_demand_ends_at_zero(
     autojump_clock: Clock, tmp_path: Path, cancel: bool
 ) -> None:
     async with town(tmp_path, PROGRAMS, init=1, warm=2) as place:
@@ -380,7 +376,8 @@ async def test_the_demand_for_warm_containers_rises_and_ends_at_zero(
         assert (place.runtimes.wanted, place.runtimes.most) == ({"base": 0}, {"base": 2})
 
 
-def test_tasks_that_differ_in_what_comes_later_are_counted_together() -> None:
+def test_container_demand_ignores_later_fields() -> None:
+    """Tasks that differ only in what comes later share one demand for containers."""
     told: list[tuple[str, int]] = []
     demand = RuntimeDemand(lambda spec, count: told.append((spec.image, count)), 3)
     plain, busy = (
@@ -395,7 +392,7 @@ def test_tasks_that_differ_in_what_comes_later_are_counted_together() -> None:
     assert told == [("i", 2), ("i", 3), ("i", 1), ("i", 2), ("i", 1), ("i", 0), ("i", 0)]
 
 
-def test_a_pool_that_keeps_nothing_warm_is_asked_for_nothing() -> None:
+def test_pool_without_warmth_gets_no_demand() -> None:
     told: list[int] = []
     demand = RuntimeDemand(lambda _, count: told.append(count), 0)
     demand.expect(["a", "b"], RuntimeSpec())
@@ -407,7 +404,7 @@ def test_a_pool_that_keeps_nothing_warm_is_asked_for_nothing() -> None:
     assert not demand._coming
 
 
-def test_a_launch_with_a_nul_character_is_refused_at_submission() -> None:
+def test_nul_in_launch_is_refused() -> None:
     """A harness of a user's own may make arguments of its settings; no program takes such a one."""
     shell = HarnessSpec(name="shell", command=("sh", "-c", "echo a\0b"))
     with pytest.raises(Refused, match=r"harness\.settings put a NUL character") as refused:

@@ -32,7 +32,7 @@ SLOW = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "4")),))
 # ── the way a session goes ────────────────────────────────────────────────────
 
 
-async def test_every_phase_in_its_order_with_its_time(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_phases_run_in_order_with_times(autojump_clock: Clock, tmp_path: Path) -> None:
     phases: list[str] = []
     async with town(tmp_path, {"agent": agent(turns=2, each=5.0)}) as place:
         place.runtimes.takes = [2.0]
@@ -59,7 +59,7 @@ async def test_every_phase_in_its_order_with_its_time(autojump_clock: Clock, tmp
     assert {"turns": 2, "traces": 1, "failed_turns": 0, "refusals": {}}.items() <= found.metrics.items()
 
 
-async def test_ready_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_ready_phase_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=1, each=90.0)}, run=1) as place:
         first, second = place.submit(num_samples=2, budgets={"run_s": 100.0, "init_s": 5.0})
     assert [each.outcome.status for each in place.published] == ["completed", "completed"]
@@ -67,7 +67,7 @@ async def test_ready_costs_no_budget(autojump_clock: Clock, tmp_path: Path) -> N
     assert [round(each.timing.run_s) for each in place.published] == [90, 90]
 
 
-async def test_the_container_outlives_a_long_wait_in_ready(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_container_survives_long_ready_wait(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         await place.one(budgets={"init_s": 10.0, "run_s": 100.0, "post_s": 20.0})
     assert place.runtimes.lifetimes == [
@@ -79,9 +79,7 @@ async def test_the_container_outlives_a_long_wait_in_ready(autojump_clock: Clock
     ]
 
 
-async def test_a_container_that_grew_too_old_in_ready_gives_way_to_a_fresh_one(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_old_ready_container_is_replaced(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit()
@@ -91,9 +89,7 @@ async def test_a_container_that_grew_too_old_in_ready_gives_way_to_a_fresh_one(
         assert len(place.runtimes.opened) == 2
 
 
-async def test_a_container_that_died_in_ready_gives_way_to_a_fresh_one(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_dead_ready_container_is_replaced(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit()
@@ -107,9 +103,8 @@ async def test_a_container_that_died_in_ready_gives_way_to_a_fresh_one(
 # ── clocks ────────────────────────────────────────────────────────────────────
 
 
-async def test_a_harness_out_of_time_keeps_its_turns_and_is_judged(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_timed_out_harness_is_judged(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A harness that is out of time keeps its turns and is judged."""
     async with town(tmp_path, {"agent": agent(turns=1000, each=7.0)}) as place:
         found = await place.one(budgets={"run_s": 60.0}, evaluator="COUNTS")
     assert (found.outcome.status, found.outcome.clock, found.outcome.exit_code) == ("timeout", "run", None)
@@ -149,9 +144,7 @@ class Cache:
         credit(self.held_s)
 
 
-async def test_a_session_begins_when_the_engine_s_cache_has_room_for_it(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_session_waits_for_cache_room(autojump_clock: Clock, tmp_path: Path) -> None:
     cache = Cache(free=1)
     async with town(tmp_path, {"agent": agent()}, places=cache) as place:
         place.submit(num_samples=3)
@@ -165,9 +158,7 @@ async def test_a_session_begins_when_the_engine_s_cache_has_room_for_it(
     assert len({round(each.timing.ready_s) for each in place.published}) == 3, "one after another"
 
 
-async def test_a_session_that_is_cancelled_before_its_place_leaves_none(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_cancelled_waiting_session_leaves_no_place(autojump_clock: Clock, tmp_path: Path) -> None:
     cache = Cache(free=0)
     async with town(tmp_path, {"agent": agent()}, places=cache) as place:
         (session_id,) = place.submit()
@@ -179,7 +170,7 @@ async def test_a_session_that_is_cancelled_before_its_place_leaves_none(
 
 
 @pytest.mark.parametrize(("held_s", "run_s"), [(30.0, 90.0), (1000.0, 660.0)])
-async def test_what_calls_were_held_costs_no_budget_within_its_bound(
+async def test_held_calls_extend_budget_within_bound(
     autojump_clock: Clock, tmp_path: Path, held_s: float, run_s: float
 ) -> None:
     async with town(
@@ -191,9 +182,7 @@ async def test_what_calls_were_held_costs_no_budget_within_its_bound(
     assert found.timing.held_s == held_s
 
 
-async def test_a_session_whose_calls_are_held_is_frozen_while_memory_is_short(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_held_session_freezes_when_memory_short(autojump_clock: Clock, tmp_path: Path) -> None:
     class Holds(Cache):
         async def _hold(self, credit: Callable[[float], None]) -> None:
             await trio.sleep(10)
@@ -219,7 +208,7 @@ async def test_a_session_whose_calls_are_held_is_frozen_while_memory_is_short(
     assert [runtime.freezes for runtime in place.runtimes.opened] == [1, 1]
 
 
-async def test_a_session_that_nobody_holds_is_gone_at_once(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_unreferenced_session_is_freed_at_once(autojump_clock: Clock, tmp_path: Path) -> None:
     """The histories of a session may be hundreds of megabytes, and the collector runs seldom in a node."""
     async with town(tmp_path, {"agent": agent()}) as place:
         (session_id,) = place.submit()
@@ -237,9 +226,7 @@ async def test_a_session_that_nobody_holds_is_gone_at_once(autojump_clock: Clock
 
 
 @pytest.mark.parametrize("bug", [False, True])
-async def test_the_turn_in_flight_when_the_run_ends_is_in_the_trajectory(
-    autojump_clock: Clock, tmp_path: Path, bug: bool
-) -> None:
+async def test_turn_in_flight_joins_trajectory(autojump_clock: Clock, tmp_path: Path, bug: bool) -> None:
     """A call no harness waits for any more: closing the live session records it before anything is judged or
     built.
     """
@@ -259,7 +246,7 @@ async def test_the_turn_in_flight_when_the_run_ends_is_in_the_trajectory(
     assert len(found.traces) == 1
 
 
-async def test_init_out_of_time_leaves_nothing_open(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_init_timeout_leaves_nothing_open(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path) as place:
         stuck = RuntimeSpec(prepare=(PrepareStep(argv=("sleep", "infinity")),))
         found = await place.one(budgets={"init_s": 20.0}, runtime=stuck)
@@ -274,7 +261,7 @@ async def test_init_out_of_time_leaves_nothing_open(autojump_clock: Clock, tmp_p
         assert (found.outcome.clock, len(place.runtimes.opened)) == ("init", 1)
 
 
-async def test_waiting_for_a_place_costs_no_init_budget(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_waiting_costs_no_init_budget(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, init=1) as place:
         place.submit(num_samples=4, budgets={"init_s": 6.0}, runtime=SLOW)
     assert [each.outcome.status for each in place.published] == ["completed"] * 4
@@ -284,7 +271,7 @@ async def test_waiting_for_a_place_costs_no_init_budget(autojump_clock: Clock, t
     ("budget", "clock"),
     [({"max_turns": 3}, "turns"), ({"max_tokens": 7}, "tokens"), ({"max_repeats": 3}, "repeats")],
 )
-async def test_a_spent_budget_ends_a_harness_that_does_not_end_for_it(
+async def test_spent_budget_stops_endless_harness(
     autojump_clock: Clock, tmp_path: Path, budget: dict[str, int], clock: str
 ) -> None:
     async with town(tmp_path, {"agent": agent(turns=1000, each=2.0, endless=True)}) as place:
@@ -298,9 +285,8 @@ async def test_a_spent_budget_ends_a_harness_that_does_not_end_for_it(
     assert found.metrics["refusals"] == {"budget_spent": 1}
 
 
-async def test_a_rollout_that_loops_says_so_and_is_not_tried_again(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_looping_rollout_is_not_retried(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A rollout that loops says so, and is not tried again."""
     async with town(tmp_path, {"agent": agent(turns=9, each=2.0, ends=3)}) as place:
         found = await place.one(budgets={"max_repeats": 4, "retries": 2}, evaluator="COUNTS")
         assert len(place.published) == 1
@@ -314,17 +300,14 @@ async def test_a_rollout_that_loops_says_so_and_is_not_tried_again(
     assert found.metrics["trainable_tokens"]
 
 
-async def test_a_harness_that_ends_for_its_spent_budget_is_not_waited_for(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_harness_ending_at_budget_is_immediate(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A harness that ends because its budget is spent is not waited for."""
     async with town(tmp_path, {"agent": agent(turns=9, each=2.0)}) as place:
         found = await place.one(budgets={"max_turns": 3})
     assert (found.outcome.clock, found.outcome.exit_code, round(found.timing.run_s)) == ("turns", 0, 6)
 
 
-async def test_a_spent_budget_gives_no_harness_more_than_its_run(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_spent_budget_keeps_run_limit(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=9, each=2.0, endless=True)}) as place:
         found = await place.one(budgets={"max_turns": 1, "run_s": 5.0})
     assert (found.outcome.clock, found.timing.run_s) == ("turns", pytest.approx(5.0))
@@ -333,9 +316,8 @@ async def test_a_spent_budget_gives_no_harness_more_than_its_run(
 # ── faults ────────────────────────────────────────────────────────────────────
 
 
-async def test_a_harness_that_fails_shows_its_last_words_and_is_judged(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_failed_harness_shows_its_log(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A harness that fails shows the end of its output, and is judged."""
     async with town(tmp_path, {"agent": agent(ends=7, says="x" * 10_000 + "\nTraceback: é\n")}) as place:
         found = await place.one(evaluator="COUNTS")
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 7)
@@ -349,7 +331,7 @@ async def test_a_harness_that_fails_shows_its_last_words_and_is_judged(
     ("turns", "ends", "status", "why"),
     [(2, 1, "completed", "its work was done"), (0, 0, "failed", "never called its model")],
 )
-async def test_an_exit_code_that_lies_is_judged_by_the_turns(
+async def test_turns_override_unreliable_exit_code(
     autojump_clock: Clock, tmp_path: Path, turns: int, ends: int, status: str, why: str
 ) -> None:
     async with town(tmp_path, {"agent": agent(turns=turns, ends=ends, says="bye\n")}) as place:
@@ -358,7 +340,7 @@ async def test_an_exit_code_that_lies_is_judged_by_the_turns(
     assert why in (found.outcome.reason or "")
 
 
-async def test_a_harness_is_fed_what_its_launch_says(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_launch_stdin_reaches_harness(autojump_clock: Clock, tmp_path: Path) -> None:
     heard: list[bytes] = []
 
     async def listener(call: Call) -> int:
@@ -374,7 +356,7 @@ async def test_a_harness_is_fed_what_its_launch_says(autojump_clock: Clock, tmp_
     assert found.harness == "liar"
 
 
-async def test_a_program_that_is_not_there_is_a_failed_run(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_missing_program_is_failed_run(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path) as place:
         found = await place.one()
     assert (found.outcome.status, found.outcome.exit_code) == ("failed", 127)
@@ -382,7 +364,7 @@ async def test_a_program_that_is_not_there_is_a_failed_run(autojump_clock: Clock
     assert found.reward == 0.0
 
 
-async def test_a_runtime_that_does_not_start_is_tried_once_more(
+async def test_runtime_start_is_retried_once(
     autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
@@ -399,16 +381,15 @@ async def test_a_runtime_that_does_not_start_is_tried_once_more(
         assert len(place.runtimes.sessions) == 4
 
 
-async def test_the_init_budget_is_one_for_both_attempts(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_init_attempts_share_one_budget(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         place.runtimes.takes, place.runtimes.faults = [15.0, 15.0], [RuntimeFault("no")]
         found = await place.one(budgets={"init_s": 20.0})
     assert (found.outcome.clock, round(found.timing.init_s)) == ("init", 20)
 
 
-async def test_a_prepare_step_that_fails_is_the_tasks_fault_and_not_tried_again(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_failed_prepare_step_is_not_retried(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A prepare step that fails is the task's fault and is not tried again."""
     async with town(tmp_path, {"agent": agent()}) as place:
         found = await place.one(
             runtime=RuntimeSpec(
@@ -426,9 +407,8 @@ async def test_a_prepare_step_that_fails_is_the_tasks_fault_and_not_tried_again(
         assert (found.outcome.boundary, len(found.traces), found.reward) == ("evaluator", 1, None)
 
 
-async def test_a_runtime_that_fails_in_the_run_costs_no_turn_and_is_not_tried_again(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_runtime_fault_in_run_keeps_turns(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A runtime that fails in the run costs no turn, and the run is not tried again."""
     async with town(
         tmp_path, {"agent": agent(turns=3, ends=RuntimeFault("the container is gone"), says="last words")}
     ) as place:
@@ -447,9 +427,10 @@ async def test_a_runtime_that_fails_in_the_run_costs_no_turn_and_is_not_tried_ag
 # ── bugs ──────────────────────────────────────────────────────────────────────
 
 
-async def test_a_bug_in_one_session_is_logged_and_no_other_learns_of_it(
+async def test_bug_in_session_is_isolated(
     autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A bug in one session is logged, and no other session learns of it."""
     async with town(
         tmp_path, {"agent": agent(turns=3), "bad": agent(turns=1, ends=KeyError("a bug"))}
     ) as place:
@@ -473,7 +454,7 @@ async def test_a_bug_in_one_session_is_logged_and_no_other_learns_of_it(
     ("builder", "boundary"),
     [("broken_builder", "client"), ("garbage_builder", "client"), ("odd_builder", "node")],
 )
-async def test_a_builder_that_fails_costs_the_traces_only(
+async def test_failing_builder_costs_only_traces(
     autojump_clock: Clock, tmp_path: Path, builder: str, boundary: str
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
@@ -486,7 +467,7 @@ async def test_a_builder_that_fails_costs_the_traces_only(
         assert not violated_invariant(found), "the user's builder is no bug of ours"
 
 
-async def test_what_can_not_be_published_is_published_without_its_traces(
+async def test_unpublishable_traces_are_left_out(
     autojump_clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
@@ -504,7 +485,7 @@ async def test_what_can_not_be_published_is_published_without_its_traces(
 # ── a trainer's cancel ────────────────────────────────────────────────────────
 
 
-async def test_cancelled_before_its_turn_came(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_cancelled_while_queued(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, live=1) as place:
         async with place.stages.live.slot(priority=50):
             (session_id,) = place.submit(task_id="t")
@@ -515,7 +496,7 @@ async def test_cancelled_before_its_turn_came(autojump_clock: Clock, tmp_path: P
         assert place.runtimes.sessions == []
 
 
-async def test_cancelled_before_it_had_begun(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_cancelled_before_session_begins(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         (session_id,) = place.submit(task_id="t")
         await place.scheduler.cancel("t")
@@ -525,7 +506,7 @@ async def test_cancelled_before_it_had_begun(autojump_clock: Clock, tmp_path: Pa
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
-async def test_cancelled_in_init(autojump_clock: Clock, tmp_path: Path, spoiled: bool) -> None:
+async def test_cancelled_during_init(autojump_clock: Clock, tmp_path: Path, spoiled: bool) -> None:
     async with town(tmp_path, {"agent": agent()}) as place:
         place.runtimes.faults = [RuntimeFault("no")] if spoiled else []
         (session_id,) = place.submit(task_id="t", runtime=SLOW)
@@ -537,7 +518,7 @@ async def test_cancelled_in_init(autojump_clock: Clock, tmp_path: Path, spoiled:
         assert found.timing.init_s == pytest.approx(2.0)
 
 
-async def test_cancelled_in_ready(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_cancelled_while_ready(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent()}, run=1) as place:
         async with place.stages.run.slot(priority=50):
             (session_id,) = place.submit(task_id="t")
@@ -550,9 +531,8 @@ async def test_cancelled_in_ready(autojump_clock: Clock, tmp_path: Path) -> None
         assert round(found.timing.ready_s) == 30
 
 
-async def test_cancelled_in_run_it_keeps_its_turns_and_is_not_judged(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_cancelled_in_run_keeps_turns(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A session that is cancelled in its run keeps its turns, and is not judged."""
     async with town(tmp_path, {"agent": agent(turns=100, each=2.0, says="never")}) as place:
         (session_id,) = place.submit(task_id="t", evaluator="COUNTS")
         await place.until("run")
@@ -590,9 +570,8 @@ async def test_cancel_does_not_reach_post(autojump_clock: Clock, tmp_path: Path)
 
 
 @pytest.mark.parametrize("phase", ["init", "ready", "run", "post"])
-async def test_a_node_left_by_force_leaves_no_container_and_publishes_nothing(
-    autojump_clock: Clock, tmp_path: Path, phase: str
-) -> None:
+async def test_forced_exit_publishes_nothing(autojump_clock: Clock, tmp_path: Path, phase: str) -> None:
+    """A node left by force leaves no container, and publishes nothing."""
     with trio.CancelScope() as force:
         async with town(
             tmp_path, {"agent": agent(turns=50, each=1.0)}, run=0 if phase == "ready" else 8

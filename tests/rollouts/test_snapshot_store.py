@@ -123,7 +123,7 @@ async def test_removed_snapshot_leaves_the_store(tmp_path: Path) -> None:
         assert list(shared.iterdir()) == []
 
 
-async def test_storage_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_storage_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A session goes on without the copy, and who looks for it finds none."""
     caplog.set_level(logging.WARNING)
     shared = tmp_path / "shared"

@@ -79,7 +79,7 @@ def files(folder: Path) -> list[str]:
         (SnapshotSpec(turns=(1,), entropy=100.0), [1], {"rule": 5}),
     ],
 )
-async def test_a_rule_decides_which_are_kept(
+async def test_snapshot_rule_decides_what_remains(
     autojump_clock: Clock, tmp_path: Path, spec: SnapshotSpec, turns: list[int], removed: dict[str, int]
 ) -> None:
     async with town(tmp_path, {"agent": agent(turns=6)}) as here:
@@ -94,7 +94,7 @@ async def test_a_rule_decides_which_are_kept(
     )
 
 
-async def test_a_task_without_any_costs_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_task_without_snapshots_costs_nothing(autojump_clock: Clock, tmp_path: Path) -> None:
     held = []
 
     async def program(call: Call) -> int:
@@ -108,9 +108,8 @@ async def test_a_task_without_any_costs_nothing(autojump_clock: Clock, tmp_path:
     assert "snapshots" not in found.metrics
 
 
-async def test_what_is_beside_the_files_is_the_waiting_requests_and_readable_by_the_node_alone(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_snapshot_holds_private_pending_requests(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Beside the files a snapshot has the waiting requests, which the node alone can read."""
     async with town(tmp_path, {"agent": agent(turns=3)}) as here:
         found = await here.one(snapshot_at=SnapshotSpec(turns=(2,)))
     kept, turn = read_snapshot(tmp_path, found.session_id, 2), found.turns[2]
@@ -139,7 +138,9 @@ async def side_call(program: Any, call: Call) -> None:
         live.commit(toy.turn(pending, toy.answer(pending.plan, "a title")))
 
 
-async def test_only_the_main_agents_only_call_has_one(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_only_single_main_call_is_snapshot(autojump_clock: Clock, tmp_path: Path) -> None:
+    """Only the main agent's only call has a snapshot."""
+
     async def program(call: Call) -> int:
         live = session_of_call(program, call)
         await side_call(program, call)
@@ -154,7 +155,7 @@ async def test_only_the_main_agents_only_call_has_one(autojump_clock: Clock, tmp
     assert (told(found)["turns"], told(found)["not_taken"]) == ([3], {"role": 1, "parallel": 2})
 
 
-async def test_a_call_that_comes_meanwhile_costs_the_snapshot(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_concurrent_call_cancels_snapshot(autojump_clock: Clock, tmp_path: Path) -> None:
     """However short it is: the harness did something."""
 
     async def program(call: Call) -> int:
@@ -180,7 +181,7 @@ async def test_a_call_that_comes_meanwhile_costs_the_snapshot(autojump_clock: Cl
     ("copying_s", "run_s", "not_taken"),
     [(4.0, 20.0, {}), (60.0, 20.0, {"slow": 2}), (400.0, 2.0, {"slow": 2})],
 )
-async def test_what_a_call_is_held_costs_no_budget(
+async def test_snapshot_time_costs_no_budget(
     autojump_clock: Clock, tmp_path: Path, copying_s: float, run_s: float, not_taken: dict[str, int]
 ) -> None:
     inner = agent(turns=3, each=run_s / 3 - 0.1)
@@ -200,9 +201,8 @@ async def test_what_a_call_is_held_costs_no_budget(
     assert held < MAX_HELD_S
 
 
-async def test_one_that_is_too_large_is_counted_and_the_call_goes_on(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_oversized_snapshot_is_counted(autojump_clock: Clock, tmp_path: Path) -> None:
+    """A snapshot that is too large is counted, and the call goes on."""
     inner = agent(turns=3)
 
     async def program(call: Call) -> int:
@@ -214,7 +214,7 @@ async def test_one_that_is_too_large_is_counted_and_the_call_goes_on(
     assert (len(found.turns), told(found)["turns"], told(found)["not_taken"]) == (3, [], {"large": 2})
 
 
-async def test_a_disk_without_room_and_one_that_fails_are_counted(
+async def test_disk_faults_are_counted(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with town(tmp_path, {"agent": agent(turns=2)}) as here:
@@ -235,7 +235,7 @@ async def test_a_disk_without_room_and_one_that_fails_are_counted(
 # ── from which none is resumed ────────────────────────────────────────────────
 
 
-async def test_processes_since_the_first_call_are_named(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_processes_after_first_call_are_named(autojump_clock: Clock, tmp_path: Path) -> None:
     async def program(call: Call) -> int:
         live = session_of_call(program, call)
         call.runtime.beside = frozenset({SHELL})
@@ -259,7 +259,7 @@ async def test_processes_since_the_first_call_are_named(autojump_clock: Clock, t
     assert (process.pid, process.comm) == (8, "python3")
 
 
-async def test_mcp_servers_in_the_container_are_named(
+async def test_mcp_servers_in_container_are_named(
     autojump_clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(HARNESSES, "shell", evolve(HARNESSES["shell"], mcp_servers=True))
@@ -274,9 +274,7 @@ async def test_mcp_servers_in_the_container_are_named(
 # ── listing, reading, restoring ───────────────────────────────────────────────
 
 
-async def test_what_is_gone_or_damaged_is_refused_in_a_sentence(
-    autojump_clock: Clock, tmp_path: Path
-) -> None:
+async def test_missing_or_damaged_snapshot_is_refused(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": agent(turns=4)}) as here:
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1, 2, 3)))
     session_id = found.session_id
@@ -298,7 +296,7 @@ async def test_what_is_gone_or_damaged_is_refused_in_a_sentence(
     assert listed[1].why_not == "its archive is gone"
 
 
-async def test_a_fresh_container_has_the_files_of_a_snapshot(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_fresh_container_gets_snapshot_files(autojump_clock: Clock, tmp_path: Path) -> None:
     inner = agent(turns=2)
 
     async def program(call: Call) -> int:
@@ -327,7 +325,7 @@ async def test_a_fresh_container_has_the_files_of_a_snapshot(autojump_clock: Clo
                 pass
 
 
-async def test_snapshots_go_with_their_session(autojump_clock: Clock, tmp_path: Path) -> None:
+async def test_snapshots_are_removed_with_session(autojump_clock: Clock, tmp_path: Path) -> None:
     """An hour old, and of no session of the journal: `Evaluations` sweeps them as kept workspaces."""
     names = ("a.snapshot-3.tar", "a.snapshot-3.json", "b.snapshot-1.tar.half", "c.workspace.tar", "d.log")
     for name in names:

@@ -95,7 +95,8 @@ def checked(trajectory: Trajectory) -> int:
     [{}, {"name": "per_request"}, {"config": {"max_row_tokens": 40}}],
     ids=["merged", "each", "cut"],
 )
-async def test_each_trained_token_is_scored_after_all_before_it(tmp_path: Path, builder: Any) -> None:
+async def test_trained_token_is_scored_in_context(tmp_path: Path, builder: Any) -> None:
+    """Each trained token is scored after all tokens before it."""
     teacher = Teacher()
     async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"big": teacher})) as desk:
         found = await captured(desk, carry={"teacher": "big"}, builder=builder)
@@ -107,7 +108,7 @@ async def test_each_trained_token_is_scored_after_all_before_it(tmp_path: Path, 
     assert (told["name"], told["versions"]) == ("big", ["t1"])
 
 
-async def test_a_teacher_that_fails_costs_its_logprobs_alone(tmp_path: Path) -> None:
+async def test_failing_teacher_costs_only_logprobs(tmp_path: Path) -> None:
     down = Teacher(fails=EngineError("every engine host keeps dying"))
     narrow = Teacher(fails=Refused("this engine reads 7 at most"))
     async with open_capture_node(
@@ -127,7 +128,7 @@ async def test_a_teacher_that_fails_costs_its_logprobs_alone(tmp_path: Path) -> 
             assert found.traces[0].missing_extras == (f"teacher_logprobs: {words}",)
 
 
-async def test_a_slow_teacher_has_the_rest_of_post_s(tmp_path: Path) -> None:
+async def test_slow_teacher_gets_remaining_post_budget(tmp_path: Path) -> None:
     slow = Teacher(hold=trio.Event())
     async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"slow": slow})) as desk:
         found = await captured(desk, 1, carry={"teacher": "slow"}, budgets={"post_s": 0.2})
@@ -138,7 +139,7 @@ async def test_a_slow_teacher_has_the_rest_of_post_s(tmp_path: Path) -> None:
         assert slow.left == 1
 
 
-async def test_a_node_that_stops_does_not_wait_for_a_teacher(tmp_path: Path) -> None:
+async def test_stopping_node_leaves_teacher(tmp_path: Path) -> None:
     slow = Teacher(hold=trio.Event())
     async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"slow": slow})) as desk:
         opened = await desk.open(carry={"teacher": "slow"})
@@ -153,7 +154,7 @@ async def test_a_node_that_stops_does_not_wait_for_a_teacher(tmp_path: Path) -> 
     assert "its node was stopped" in found.traces[0].missing_extras[0]
 
 
-async def test_an_unknown_teacher_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
+async def test_unknown_teacher_lists_known_names(tmp_path: Path) -> None:
     async with open_capture_node(
         tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "big": Teacher()})
     ) as desk:
@@ -186,7 +187,8 @@ def turn(index: int, parent: Turn | None, delta: int, sampled: int) -> Turn:
     )
 
 
-def test_a_slice_is_scored_in_its_whole_row_or_not_at_all() -> None:
+def test_slice_is_scored_whole_or_not() -> None:
+    """A slice is scored in its whole row or not at all."""
     first = turn(0, None, 5, 3)
     turns = [first, turn(1, first, 4, 6)]
     built = build(BuilderSpec(config={"max_row_tokens": 9}), turns)
@@ -205,7 +207,8 @@ def test_a_slice_is_scored_in_its_whole_row_or_not_at_all() -> None:
 
 
 @pytest.mark.parametrize("teacher", ["", "big"])
-def test_a_session_of_an_earlier_run_says_that_nobody_scored_it(teacher: str) -> None:
+def test_earlier_session_reports_missing_scores(teacher: str) -> None:
+    """A session of an earlier run says that nobody scored it."""
     first = turn(0, None, 5, 3)
     spec = make_spec(carry=CarrySpec(teacher=teacher))
     lost = UnfinishedSession(identity=make_identity("s"), spec=spec, turns=(first, turn(1, first, 4, 6)))
@@ -216,7 +219,7 @@ def test_a_session_of_an_earlier_run_says_that_nobody_scored_it(teacher: str) ->
     assert trace.missing_extras == ((why,) if teacher else ())
 
 
-def test_only_trained_positions_have_a_value() -> None:
+def test_only_trained_positions_are_scored() -> None:
     mask = bytes([1, 0, 1, 1, 0, 2, 1])
     assert list(masked_logprobs(mask, floats([3, 4, 5, 6, 7, 8]), begin=1)) == [0, 0, 4, 5, 0, 0, 8]
 
@@ -224,7 +227,8 @@ def test_only_trained_positions_have_a_value() -> None:
 # ── POST /v1/score ────────────────────────────────────────────────────────────
 
 
-async def test_rows_are_scored_by_name_with_or_without_a_mask(tmp_path: Path) -> None:
+async def test_named_rows_are_scored_without_mask(tmp_path: Path) -> None:
+    """Rows are scored by name, with or without a mask."""
     teacher = Teacher()
     async with open_capture_node(
         tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "big": teacher})
@@ -255,7 +259,7 @@ async def test_rows_are_scored_by_name_with_or_without_a_mask(tmp_path: Path) ->
         assert again.json()["rows"][0]["logprobs"] == b64encode(floats([0, 0, *whole[2:4], 0])).decode()
 
 
-async def test_what_cannot_be_scored_is_refused_with_its_place(tmp_path: Path) -> None:
+async def test_unscorable_rows_are_refused_with_place(tmp_path: Path) -> None:
     narrow = Teacher(fails=Refused("this engine reads 7 at most"))
     async with open_capture_node(
         tmp_path, engine(), scoring=ScoringEngines({"policy": Teacher(), "narrow": narrow})
@@ -285,9 +289,10 @@ async def test_what_cannot_be_scored_is_refused_with_its_place(tmp_path: Path) -
             assert words in error["message"]
 
 
-async def test_requests_beyond_what_a_node_takes_are_told_to_wait_and_one_that_leaves_ends(
+async def test_excess_scoring_requests_must_wait(
     tmp_path: Path,
 ) -> None:
+    """Requests beyond a node's limit are told to wait, and one that leaves ends."""
     slow = Teacher(hold=trio.Event())
     async with open_capture_node(tmp_path, engine(), scoring=ScoringEngines({"policy": slow})) as desk:
         body = {"rows": [{"token_ids": [1, 2]}]}

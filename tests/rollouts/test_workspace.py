@@ -19,7 +19,7 @@ from polarnode.rollouts.evaluation import NodeClock
 # ── a copy for a fresh judge ──────────────────────────────────────────────────
 
 
-async def test_a_copy_is_the_source_and_nothing_else() -> None:
+async def test_copy_contains_only_the_source() -> None:
     source, target = MemoryRuntime(workdir="/work"), MemoryRuntime(workdir="/testbed")
     source.files, target.files = (
         {"/work/a/b": b"new", "/etc/x": b"no"},
@@ -34,7 +34,7 @@ async def test_a_copy_is_the_source_and_nothing_else() -> None:
 # ── files and steps ───────────────────────────────────────────────────────────
 
 
-async def test_files_lie_where_they_are_named_with_their_modes() -> None:
+async def test_files_are_placed_with_modes() -> None:
     runtime = MemoryRuntime(workdir="/testbed/")
     files = (FileSpec(path="a/run.sh", text="é", mode=0o755), FileSpec(path="/opt/b", base64="AAEC"))
     await session_containers.prepare(runtime, RuntimeSpec(files=files))
@@ -43,7 +43,8 @@ async def test_files_lie_where_they_are_named_with_their_modes() -> None:
     await runtime.close()
 
 
-async def test_steps_run_in_order_as_whom_they_name_with_the_tasks_environment() -> None:
+async def test_steps_run_in_order_as_user() -> None:
+    """Steps run in order, as the user that they name, with the task's environment."""
     ran: list[tuple[str, str, str]] = []
 
     async def noting(call: object) -> int:
@@ -64,7 +65,7 @@ async def test_steps_run_in_order_as_whom_they_name_with_the_tasks_environment()
     await runtime.close()
 
 
-async def test_a_step_that_fails_names_itself_and_shows_its_end() -> None:
+async def test_failed_step_shows_name_and_output() -> None:
     async def talks(call: object) -> int:
         await trio.lowlevel.checkpoint()
         call.stdout += b"x" * 10_000 + b"the reason\n"  # type: ignore[attr-defined]
@@ -88,7 +89,7 @@ def _no_judge(name: str) -> Judge:
     raise EvaluatorError(f"no judge is called {name}")
 
 
-def test_a_session_as_its_evaluator_sees_it() -> None:
+def test_session_seen_by_evaluator() -> None:
     spec = TaskSpec(
         instruction="i", harness=HarnessSpec(), evaluator=EvaluatorSpec(config={"c": 1}), metadata={"m": 2}
     )
@@ -108,7 +109,7 @@ def test_a_session_as_its_evaluator_sees_it() -> None:
 
 
 @pytest.mark.parametrize("reward", [0, 1.5, -3, 2**50, -1e18])
-def test_a_finite_reward_is_kept_as_a_float(reward: float) -> None:
+def test_finite_reward_becomes_float(reward: float) -> None:
     kept = session_containers.checked(Verdict(reward=reward, metrics={"a": [1, {"b": None}]}))
     assert (kept.reward, type(kept.reward), kept.metrics) == (float(reward), float, {"a": [1, {"b": None}]})
 
@@ -116,7 +117,7 @@ def test_a_finite_reward_is_kept_as_a_float(reward: float) -> None:
 @pytest.mark.parametrize(
     "reward", [float("nan"), float("inf"), -float("inf"), 10**400, 1e19, True, None, "1", [1]]
 )
-def test_what_is_no_finite_number_is_no_reward(reward: object) -> None:
+def test_nonfinite_reward_is_refused(reward: object) -> None:
     with pytest.raises(EvaluatorError, match="return a finite number"):
         session_containers.checked(Verdict(reward=reward))  # type: ignore[arg-type]
 
@@ -129,7 +130,7 @@ def three_turns() -> tuple[Turn, ...]:
     return made.turns
 
 
-def test_rewards_of_turns_and_lineages_there_are_are_kept_as_floats() -> None:
+def test_turn_and_lineage_rewards_become_floats() -> None:
     kept = session_containers.checked(
         Verdict(reward=1, lineage_rewards={1: 2}, turn_rewards={0: 0, 2: -1}), three_turns()
     )
@@ -149,19 +150,20 @@ def test_rewards_of_turns_and_lineages_there_are_are_kept_as_floats() -> None:
         ({"lineage_rewards": {0: None}}, "gave None as the reward of lineage 0"),
     ],
 )
-def test_rewards_of_what_is_not_there_are_an_error(said: dict[str, Any], words: str) -> None:
+def test_rewards_of_unknown_turns_are_refused(said: dict[str, Any], words: str) -> None:
     with pytest.raises(EvaluatorError) as raised:
         session_containers.checked(Verdict(reward=1.0, **said), three_turns())
     assert words in str(raised.value)
 
 
-def test_a_session_without_turns_has_no_turn_to_reward() -> None:
+def test_session_without_turns_takes_no_rewards() -> None:
+    """A session without turns has no turn to reward."""
     with pytest.raises(EvaluatorError, match="it has none"):
         session_containers.checked(Verdict(reward=1.0, turn_rewards={0: 1.0}))
 
 
 @pytest.mark.parametrize("metrics", [{"a": object()}, 7, [1]])
-def test_metrics_that_are_no_json_are_no_metrics(metrics: object) -> None:
+def test_unencodable_metrics_are_refused(metrics: object) -> None:
     with pytest.raises(EvaluatorError, match="the evaluator's metrics are not JSON"):
         session_containers.checked(Verdict(reward=1.0, metrics=metrics))  # type: ignore[arg-type]
 
@@ -174,7 +176,7 @@ def nested(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("levels", [100, 252, 300, 900])
-def test_a_metric_that_is_too_deep_costs_itself_and_no_reward(levels: int) -> None:
+def test_deep_metric_costs_no_reward(levels: int) -> None:
     kept = session_containers.checked(Verdict(reward=0.5, metrics={"x": nested(levels), "exit_code": 0}))
     assert (kept.reward, kept.metrics["exit_code"]) == (0.5, 0)
     refused = cast(dict[str, str], kept.metrics["x"])
@@ -185,7 +187,7 @@ def test_a_metric_that_is_too_deep_costs_itself_and_no_reward(levels: int) -> No
     assert deepest.metrics == {"x": nested(99)}
 
 
-def test_metrics_that_are_too_large_cost_themselves_and_no_reward() -> None:
+def test_oversized_metrics_cost_no_reward() -> None:
     one = session_containers.checked(Verdict(reward=1.0, metrics={"x": "y" * (2 << 20), "z": 1})).metrics
     assert one["z"] == 1
     assert "larger than 1 MiB" in cast(dict[str, str], one["x"])["refused"]
@@ -196,6 +198,7 @@ def test_metrics_that_are_too_large_cost_themselves_and_no_reward() -> None:
     assert len(str(many["text"])) == session_containers.MAX_REFUSED_CHARS
 
 
-def test_a_metric_beyond_64_bits_is_kept_as_its_digits() -> None:
+def test_huge_integer_metric_becomes_digits() -> None:
+    """A metric beyond 64 bits is kept as its digits."""
     kept = session_containers.checked(Verdict(reward=1.0, metrics={"count": 2**80, "of": 3}))
     assert kept.metrics == {"count": str(2**80), "of": 3}

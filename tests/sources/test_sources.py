@@ -52,11 +52,11 @@ def write_lines(file: Path, *lines: object) -> Path:
         ("swe/rows.jsonl", "swe"),
     ],
 )
-def test_a_kind_is_seen_from_what_lies_there(path: str, kind: str) -> None:
+def test_kind_is_detected_from_files(path: str, kind: str) -> None:
     assert detect(DATA / path) == kind
 
 
-def test_our_own_files_are_told_from_others(tmp_path: Path) -> None:
+def test_own_files_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     own = tmp_path / "own" / "task.toml"
     own.write_text('instruction = "x"\nharness = { name = "pi" }\n')
@@ -71,7 +71,7 @@ def test_our_own_files_are_told_from_others(tmp_path: Path) -> None:
     )
 
 
-def test_every_kind_has_a_reader() -> None:
+def test_every_kind_has_reader() -> None:
     assert set(READERS) == set(KINDS)
 
 
@@ -100,7 +100,7 @@ def test_every_kind_has_a_reader() -> None:
         ("t.json", "{", "it is not JSON"),
     ],
 )
-def test_what_is_no_source_is_refused_at_once(tmp_path: Path, name: str, content: str, sentence: str) -> None:
+def test_non_source_is_refused_at_once(tmp_path: Path, name: str, content: str, sentence: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(Refused) as refused:
         read_source(tmp_path / name)
@@ -108,14 +108,14 @@ def test_what_is_no_source_is_refused_at_once(tmp_path: Path, name: str, content
     assert str(tmp_path / name) in str(refused.value)
 
 
-def test_a_folder_of_nothing_and_a_path_to_nothing_are_refused(tmp_path: Path) -> None:
+def test_empty_or_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="is no known folder of tasks"):
         read_source(tmp_path)
     with pytest.raises(Refused, match=r"there is no .*gone: give an existing file or folder"):
         read_source(tmp_path / "gone")
 
 
-def test_yaml_makes_no_objects(tmp_path: Path) -> None:
+def test_yaml_creates_no_objects(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text("!!python/object/apply:os.system ['touch made']")
     with pytest.raises(Refused, match="it is not YAML"):
         read_yaml(tmp_path / "t.yaml")
@@ -124,7 +124,8 @@ def test_yaml_makes_no_objects(tmp_path: Path) -> None:
 # ── JSONL ─────────────────────────────────────────────────────────────────────
 
 
-def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: Path) -> None:
+def test_bad_lines_are_numbered(tmp_path: Path) -> None:
+    """Each line is a task, and each bad one is named by its number."""
     lines = [
         LINE,
         "",
@@ -149,7 +150,7 @@ def test_each_line_is_a_task_and_each_bad_one_is_named_by_its_number(tmp_path: P
     assert [each.refused.path for each in found if isinstance(each, UnreadTask)][3] == "$.num_samples"
 
 
-def test_to_read_tasks_is_to_stop_at_the_first_that_can_not_be(tmp_path: Path) -> None:
+def test_tasks_stop_at_first_bad_one(tmp_path: Path) -> None:
     source = read_source(write_lines(tmp_path / "t.jsonl", LINE, "{", LINE))
     reading = source.tasks()
     assert next(reading).name == "one", "what lies before it is read"
@@ -157,7 +158,7 @@ def test_to_read_tasks_is_to_stop_at_the_first_that_can_not_be(tmp_path: Path) -
         next(reading)
 
 
-def test_a_source_is_read_as_it_is_asked_for_and_may_be_read_again(tmp_path: Path) -> None:
+def test_source_is_read_lazily_and_repeatedly(tmp_path: Path) -> None:
     source = read_source(write_lines(tmp_path / "t.jsonl", LINE))
     assert [each.name for each in source.tasks()] == [each.name for each in source.tasks()] == ["one"]
     reading = source.items()
@@ -165,7 +166,7 @@ def test_a_source_is_read_as_it_is_asked_for_and_may_be_read_again(tmp_path: Pat
     assert next(reading).name == "later"
 
 
-def test_tasks_are_chosen_by_name_and_number(tmp_path: Path) -> None:
+def test_tasks_chosen_by_name_and_number(tmp_path: Path) -> None:
     file = write_lines(
         tmp_path / "t.jsonl",
         *({**LINE, "task_id": f"{word}-{number}"} for number in range(3) for word in ("a", "b")),
@@ -180,7 +181,8 @@ def test_tasks_are_chosen_by_name_and_number(tmp_path: Path) -> None:
 # ── what is laid over ─────────────────────────────────────────────────────────
 
 
-def test_a_users_words_weigh_more_and_flags_most(tmp_path: Path) -> None:
+def test_user_settings_win_flags_most(tmp_path: Path) -> None:
+    """A user's words weigh more, and flags most."""
     file = write_lines(tmp_path / "t.jsonl", {**LINE, "budgets": {"run_s": 5, "post_s": 6}, "num_samples": 2})
     over: dict[str, Json] = {
         "budgets": {"run_s": 7},
@@ -200,7 +202,8 @@ def test_a_users_words_weigh_more_and_flags_most(tmp_path: Path) -> None:
     assert task(file, harness="codex").spec.harness.name == "codex"
 
 
-def test_another_program_does_not_get_the_settings_of_the_first(tmp_path: Path) -> None:
+def test_other_program_drops_first_settings(tmp_path: Path) -> None:
+    """Another program does not get the settings of the first."""
     file = write_lines(
         tmp_path / "t.jsonl",
         {
@@ -219,7 +222,7 @@ def test_another_program_does_not_get_the_settings_of_the_first(tmp_path: Path) 
     )
 
 
-def test_what_is_laid_over_may_be_a_folder_too(tmp_path: Path) -> None:
+def test_override_may_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "words.md").write_text("Other words.")
     (tmp_path / "with.toml").write_text('instruction_file = "words.md"\n[budgets]\nrun_s = 3\n')
     spec = task(write_lines(tmp_path / "t.jsonl", LINE), over=read_task_toml(tmp_path / "with.toml")).spec
@@ -278,7 +281,7 @@ def test_what_convert_writes_is_a_source_of_the_same_tasks(values: list[Any]) ->
     assert [codec.read_task(codec.read_json(line)) for line in body.split(b"\n") if line] == specs
 
 
-def test_a_task_says_where_it_came_from(tmp_path: Path) -> None:
+def test_task_names_its_origin(tmp_path: Path) -> None:
     found = task(write_lines(tmp_path / "t.jsonl", LINE))
     assert found == SourcedTask(spec=found.spec, name="one", origin=f"{tmp_path / 't.jsonl'} line 1")
     assert FoundTask(name="x", origin="y", value={}).foreign is False

@@ -40,7 +40,7 @@ def with_toml(folder: Path, text: str) -> Path:
 # ── a whole task ──────────────────────────────────────────────────────────────
 
 
-def test_a_directory_becomes_a_task() -> None:
+def test_directory_becomes_a_task() -> None:
     found = task(HELLO, harness="pi")
     spec, runtime = found.spec, found.spec.runtime
     assert spec.instruction == (HELLO / "instruction.md").read_text()
@@ -61,7 +61,7 @@ def test_a_directory_becomes_a_task() -> None:
     assert (found.name, found.origin) == ("hello", str(HELLO))
 
 
-def test_its_image_is_built_from_its_environment_and_the_harness_put_on_top(hello: Path) -> None:
+def test_image_built_with_harness_on_top(hello: Path) -> None:
     found = task(hello, harness="pi")
     assert found.build is not None
     assert (found.build.folder, found.build.containerfile, found.build.limit_s) == (
@@ -77,7 +77,7 @@ def test_its_image_is_built_from_its_environment_and_the_harness_put_on_top(hell
     assert (own.build, own.spec.runtime.image) == (None, "mine:1")
 
 
-def test_its_tests_go_to_the_evaluator_that_takes_them() -> None:
+def test_tests_go_to_the_evaluator() -> None:
     config = task(HELLO, harness="pi").spec.evaluator.config
     read = evaluator.read_config(config)
     assert set(read.tests) == {"test.sh", "expected.txt", "raw.bin"}
@@ -89,7 +89,7 @@ def test_its_tests_go_to_the_evaluator_that_takes_them() -> None:
     assert read.verifier_timeout == 90
 
 
-def test_neither_tests_nor_solution_reach_the_agents_container() -> None:
+def test_agent_sees_no_tests_or_solution() -> None:
     spec = task(HELLO, harness="pi").spec
     shown = codec.dump_json(
         [spec.instruction, *(codec.plain(part) for part in (spec.runtime, spec.harness, spec.metadata))]
@@ -98,7 +98,7 @@ def test_neither_tests_nor_solution_reach_the_agents_container() -> None:
     assert b"the-gold-solution" not in codec.dump_json(codec.task_json(spec)), "the solution goes nowhere"
 
 
-def test_all_that_a_task_may_say_is_said() -> None:
+def test_every_supported_field_is_read() -> None:
     spec = task(DATA / "harbor" / "many", harness="codex").spec
     runtime = spec.runtime
     assert (runtime.image, runtime.workdir, runtime.user) == ("quay.example/many:2", "/srv", "worker")
@@ -111,7 +111,7 @@ def test_all_that_a_task_may_say_is_said() -> None:
     assert spec.evaluator.config["user"] == "root"
 
 
-def test_what_has_no_meaning_here_is_noted() -> None:
+def test_meaningless_fields_are_noted() -> None:
     assert task(DATA / "harbor" / "many", harness="codex").notes == (
         "environment.allowed_hosts: 192.0.2.1 is an address, and only names of hosts can be reached",
         "environment.allowed_hosts: 198.51.100.0/24 is an address, and only names of hosts can be reached",
@@ -120,7 +120,8 @@ def test_what_has_no_meaning_here_is_noted() -> None:
     )
 
 
-def test_a_folder_of_tasks_is_all_of_them_and_a_bad_one_hides_none(hello: Path) -> None:
+def test_bad_task_hides_no_others(hello: Path) -> None:
+    """A folder of tasks is all of them, and a bad one hides none."""
     bad = hello.parent / "bad"
     shutil.copytree(hello, bad)
     (bad / "instruction.md").unlink()
@@ -154,11 +155,11 @@ def test_a_folder_of_tasks_is_all_of_them_and_a_bad_one_hides_none(hello: Path) 
         ("[[", "task.toml: it is not TOML"),
     ],
 )
-def test_what_asks_for_another_world_is_refused(hello: Path, toml: str, sentence: str) -> None:
+def test_unsupported_environment_is_refused(hello: Path, toml: str, sentence: str) -> None:
     assert sentence in refusal(with_toml(hello, toml), "harbor", harness="pi")
 
 
-def test_what_is_missing_is_refused(hello: Path) -> None:
+def test_missing_parts_are_refused(hello: Path) -> None:
     (hello / "environment" / "docker-compose.yaml").write_text("services: {}\n")
     assert "environment/docker-compose.yaml asks for several containers" in refusal(hello, harness="pi")
     shutil.rmtree(hello / "environment")
@@ -169,7 +170,7 @@ def test_what_is_missing_is_refused(hello: Path) -> None:
     assert "it has no tests/test.sh" in refusal(hello, harness="pi")
 
 
-def test_where_the_workdir_is_unknown_it_is_said(hello: Path) -> None:
+def test_unknown_workdir_is_noted(hello: Path) -> None:
     (hello / "environment" / "Dockerfile").write_text("FROM quay.example/x\nUSER $WHO\n")
     found = task(hello, harness="pi")
     assert found.spec.runtime.workdir == "/app"
@@ -201,14 +202,16 @@ def test_no_field_is_dropped_in_silence(part: str, name: str) -> None:
         ("# canary", ""),
     ],
 )
-def test_marks_at_the_head_of_an_instruction_are_not_shown(text: str, shown: str) -> None:
+def test_leading_marks_are_not_shown(text: str, shown: str) -> None:
     assert strip_canary(text) == shown
 
 
 # ── folders and Dockerfiles ───────────────────────────────────────────────────
 
 
-def test_what_a_folder_is_built_into_is_called_by_all_it_holds(hello: Path) -> None:
+def test_image_name_depends_on_contents(hello: Path) -> None:
+    """The image built from a folder is named after all that the folder holds."""
+
     def image() -> str:
         return make_build(hello / "environment", "Dockerfile", limit_s=1).image
 
@@ -228,7 +231,7 @@ def test_what_a_folder_is_built_into_is_called_by_all_it_holds(hello: Path) -> N
     )
 
 
-def test_no_link_leads_out_of_a_folder(hello: Path, tmp_path: Path) -> None:
+def test_no_link_leaves_the_folder(hello: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("key")
     (hello / "tests" / "stolen").symlink_to(tmp_path / "secret")
     with pytest.raises(Refused, match="stolen is a link that leads out of"):
@@ -242,14 +245,14 @@ def test_no_link_leads_out_of_a_folder(hello: Path, tmp_path: Path) -> None:
         list(below(hello / "tests"))
 
 
-def test_what_is_too_large_to_travel_is_refused(hello: Path) -> None:
+def test_oversized_folder_is_refused(hello: Path) -> None:
     with (hello / "tests" / "huge").open("wb") as file:
         file.truncate(17 << 20)
     with pytest.raises(Refused, match="too large to travel with the task"):
         inline(hello / "tests")
 
 
-def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="gone cannot be read: No such file"):
         list(lines(tmp_path / "gone"))
 
@@ -269,7 +272,7 @@ def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         ("", ContainerStart()),
     ],
 )
-def test_a_dockerfile_says_where_its_container_begins(text: str, start: ContainerStart) -> None:
+def test_dockerfile_gives_workdir_and_user(text: str, start: ContainerStart) -> None:
     assert read_dockerfile(text) == start
 
 
@@ -287,7 +290,7 @@ def simple(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DATA / "terminal_bench" / "simple", tmp_path / "simple"))
 
 
-def test_a_simple_task_of_the_older_form_is_taken(simple: Path) -> None:
+def test_simple_older_task_is_read(simple: Path) -> None:
     found = task(simple, harness="pi")
     spec = found.spec
     assert spec.instruction == "Write `ok` to /app/out.txt."
@@ -333,16 +336,15 @@ def test_a_simple_task_of_the_older_form_is_taken(simple: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_simple_is_refused_with_a_way_on(
-    simple: Path, name: str, old: str, new: str, sentence: str
-) -> None:
+def test_complex_older_task_is_refused(simple: Path, name: str, old: str, new: str, sentence: str) -> None:
+    """An older task that is not simple is refused with the remedy."""
     file = simple / name
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new, 1))
     assert sentence in refusal(simple, harness="pi")
 
 
-def test_an_older_task_without_instruction_or_script_is_refused(simple: Path) -> None:
+def test_incomplete_older_task_is_refused(simple: Path) -> None:
     (simple / "run-tests.sh").unlink()
     assert "it has no run-tests.sh: Harbor's own" in refusal(simple, harness="pi")
     (simple / "task.yaml").write_text("difficulty: easy\n")
@@ -350,7 +352,7 @@ def test_an_older_task_without_instruction_or_script_is_refused(simple: Path) ->
     assert OldTask().parser_name == "pytest"
 
 
-def test_its_unknown_fields_are_noted(simple: Path) -> None:
+def test_unknown_older_fields_are_noted(simple: Path) -> None:
     said: Any = (simple / "task.yaml").read_text() + "disable_asciinema: true\n"
     (simple / "task.yaml").write_text(said)
     assert "disable_asciinema is not used: it has no meaning here" in task(simple, harness="pi").notes
@@ -366,7 +368,7 @@ def test_its_unknown_fields_are_noted(simple: Path) -> None:
         ("environment", "."),
     ],
 )
-def test_nothing_from_outside_of_the_folder_gets_into_the_task(tmp_path: Path, name: str, link: str) -> None:
+def test_nothing_outside_folder_is_read(tmp_path: Path, name: str, link: str) -> None:
     """A folder of tasks may come from elsewhere. An instruction is shown to the agent, tests to its container."""
     shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
     outside = tmp_path / "outside"
@@ -380,14 +382,14 @@ def test_nothing_from_outside_of_the_folder_gets_into_the_task(tmp_path: Path, n
     assert "is a link that leads out of" in refusal(tmp_path / "hello", "harbor", harness="pi")
 
 
-def test_a_pipe_in_the_folder_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
     (tmp_path / "hello" / "instruction.md").unlink()
     os.mkfifo(tmp_path / "hello" / "instruction.md")
     assert "is neither a file nor a folder" in refusal(tmp_path / "hello", "harbor", harness="pi")
 
 
-def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
+def test_oversized_file_is_refused_unread(tmp_path: Path) -> None:
     shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
     for name in ("instruction.md", "tests/expected.txt"):
         file = tmp_path / "hello" / name
@@ -397,7 +399,7 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
-def test_a_file_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_undecodable_file_name_is_refused(tmp_path: Path) -> None:
     shutil.copytree(DATA / "harbor" / "hello", tmp_path / "hello")
     odd = os.fsdecode(b"\xff.txt")
     (tmp_path / "hello" / "environment" / odd).write_text("x")

@@ -38,7 +38,7 @@ def write(folder: Path, **said: Any) -> Path:
 # ── a whole task ──────────────────────────────────────────────────────────────
 
 
-def test_a_task_request_becomes_a_task() -> None:
+def test_request_becomes_a_task() -> None:
     spec = task(FILE).spec
     assert (spec.task_id, spec.group_id, spec.num_samples, spec.priority) == ("calc-7", "g-7", 4, 70)
     assert spec.instruction == "Add a power operator to the calculator."
@@ -57,7 +57,7 @@ def test_a_task_request_becomes_a_task() -> None:
     assert spec.metadata == {"group_id": "g-7", "policy_version": 3}
 
 
-def test_its_runtime_has_its_files_steps_and_limits() -> None:
+def test_runtime_files_steps_and_limits() -> None:
     runtime = task(FILE).spec.runtime
     assert (runtime.image, runtime.workdir, runtime.add_harness) == ("calculator:1", "/srv/calculator", True)
     assert (runtime.cpus, runtime.memory_mb, runtime.disk_mb) == (2, 4096, 10240)
@@ -74,7 +74,7 @@ def test_its_runtime_has_its_files_steps_and_limits() -> None:
     assert dict(runtime.env) == {"LEVEL": "3"}
 
 
-def test_its_evaluator_has_the_files_of_its_folder() -> None:
+def test_evaluator_gets_its_folders_files() -> None:
     evaluator = task(FILE).spec.evaluator
     read = harbor.read_config(evaluator.config)
     assert set(read.tests) == {"test.sh"}
@@ -82,7 +82,7 @@ def test_its_evaluator_has_the_files_of_its_folder() -> None:
     assert not evaluator.fresh_runtime
 
 
-def test_all_that_has_no_meaning_here_is_noted() -> None:
+def test_meaningless_fields_are_noted() -> None:
     said = " | ".join(task(FILE).notes)
     for words in (
         "agent.settings.reasoning_effort is not used",
@@ -100,7 +100,7 @@ def test_all_that_has_no_meaning_here_is_noted() -> None:
         assert words in said, words
 
 
-def test_yaml_is_read_and_a_shell_command_is_a_command() -> None:
+def test_yaml_and_shell_command_are_read() -> None:
     found = task(DATA / "polar" / "task.yaml")
     assert found.spec.harness.command == (
         "env",
@@ -116,7 +116,7 @@ def test_yaml_is_read_and_a_shell_command_is_a_command() -> None:
     assert any(note.startswith("runtime: it has none") for note in found.notes)
 
 
-def test_a_list_and_lines_hold_several(tmp_path: Path) -> None:
+def test_lists_and_lines_hold_several(tmp_path: Path) -> None:
     value = json.loads(write(tmp_path).read_text())
     (tmp_path / "many.json").write_text(json.dumps([value, {**value, "task_id": "u"}, {"agent": CODEX}]))
     assert [each.name for each in items(tmp_path / "many.json")] == ["t", "u", "many"]
@@ -127,7 +127,7 @@ def test_a_list_and_lines_hold_several(tmp_path: Path) -> None:
     assert "many.jsonl line 2: the line is not JSON" in str(found[1].refused)
 
 
-def test_an_agents_own_timeout_is_the_runs(tmp_path: Path) -> None:
+def test_agent_timeout_sets_run_budget(tmp_path: Path) -> None:
     found = task(write(tmp_path, metadata={"agent_timeout": 77}))
     assert found.spec.budgets.run_s == 77
     assert not any("deadline" in note for note in found.notes)
@@ -207,14 +207,14 @@ def test_an_agents_own_timeout_is_the_runs(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_would_be_another_task_is_refused(tmp_path: Path, said: dict[str, Any], sentence: str) -> None:
+def test_task_changing_field_is_refused(tmp_path: Path, said: dict[str, Any], sentence: str) -> None:
     text = refusal(write(tmp_path, **said), "polar")
     assert sentence in text
     assert text.startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", AGENT_CHANGING_SETTINGS)
-def test_settings_that_make_another_agent_are_refused(tmp_path: Path, name: str) -> None:
+def test_agent_changing_setting_is_refused(tmp_path: Path, name: str) -> None:
     assert f"agent.settings.{name} makes it another agent" in refusal(
         write(tmp_path, agent={"harness": "codex", "settings": {name: "x"}})
     )
@@ -229,7 +229,7 @@ def judge(strategy: str, config: dict[str, Any], **more: Any) -> tuple[dict[str,
     return evaluator_value(told, DATA / "polar", notes.append), notes
 
 
-def test_test_on_output_keeps_its_config() -> None:
+def test_output_test_keeps_its_config() -> None:
     config = {
         "test_command": "pytest -rA",
         "expected_output_json": '{"a": "PASSED"}',
@@ -242,7 +242,7 @@ def test_test_on_output_keeps_its_config() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["swebench_harness", "swegym_git_diff"])
-def test_the_solution_of_an_instance_is_left_out(strategy: str) -> None:
+def test_instance_solution_is_left_out(strategy: str) -> None:
     row = json.loads((DATA / "swe" / "rows.jsonl").read_text().splitlines()[0])
     found, _ = judge(strategy, {"instance": row, "patch_command": "git diff"}, refresh_runtime=True)
     assert found["name"] == "swebench"
@@ -251,7 +251,7 @@ def test_the_solution_of_an_instance_is_left_out(strategy: str) -> None:
     assert found["config"]["instance"]["FAIL_TO_PASS"] == ["test_lib.py::test_two"]
 
 
-def test_no_evaluator_and_a_harbor_one_with_an_env(tmp_path: Path) -> None:
+def test_missing_evaluator_and_harbor_env(tmp_path: Path) -> None:
     notes: list[str] = []
     assert evaluator_value(None, tmp_path, notes.append) == {}
     assert "it has none" in notes[0]
@@ -291,7 +291,9 @@ SAID: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", sorted(SAID))
-def test_each_field_of_a_runtime_changes_the_task_or_is_noted(name: str) -> None:
+def test_runtime_field_changes_or_is_noted(name: str) -> None:
+    """Each field of a runtime changes the task or is noted."""
+
     def made(**said: Any) -> tuple[dict[str, Any], list[str]]:
         notes: list[str] = []
         return runtime_value(
@@ -301,13 +303,13 @@ def test_each_field_of_a_runtime_changes_the_task_or_is_noted(name: str) -> None
     assert made() != made(**{name: SAID[name]})
 
 
-def test_a_file_is_read_from_the_folder_of_the_task() -> None:
+def test_file_read_from_task_folder() -> None:
     [first, *_] = task(FILE).spec.runtime.files
     assert first.base64 is not None
     assert b64decode(first.base64) == b"\x00\x01"
 
 
-def test_unknown_fields_of_its_parts_are_noted(tmp_path: Path) -> None:
+def test_unknown_fields_of_parts_are_noted(tmp_path: Path) -> None:
     said = {
         "agent": {**CODEX, "mood": 1},
         "runtime": {"image": "x", "workdir": "/x", "colour": 1, "allow_internet": False},
@@ -318,7 +320,7 @@ def test_unknown_fields_of_its_parts_are_noted(tmp_path: Path) -> None:
     assert len(notes) == 3, "and that it has no evaluator"
 
 
-def test_a_skill_from_outside_of_its_folder_is_refused(tmp_path: Path) -> None:
+def test_outside_skill_is_refused(tmp_path: Path) -> None:
     shutil.copytree(DATA / "polar", tmp_path / "polar")
     (tmp_path / "secret.txt").write_text("key")
     skill = tmp_path / "polar" / "skills" / "careful" / "SKILL.md"

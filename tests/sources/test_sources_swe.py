@@ -55,7 +55,7 @@ def write(file: Path, *values: object) -> Path:
 # ── a row ─────────────────────────────────────────────────────────────────────
 
 
-def test_a_row_becomes_a_task_of_its_image() -> None:
+def test_row_becomes_task_of_image() -> None:
     spec = tasks(FILE, harness="pi", limit=1)[0].spec
     assert spec.runtime.image == "swebench/sweb.eval.x86_64.django_1776_django-11099:latest"
     assert (spec.runtime.workdir, spec.runtime.user, spec.runtime.add_harness) == ("/testbed", "root", True)
@@ -76,7 +76,7 @@ def test_a_row_becomes_a_task_of_its_image() -> None:
     assert spec.evaluator.name == "swebench"
 
 
-def test_each_datasets_images_are_called_as_they_are() -> None:
+def test_image_names_of_each_dataset() -> None:
     found = by_name()
     moto, unknown, own = (
         found[name] for name in ("getmoto__moto-5406", "somebody__else-1", "somebody__else-2")
@@ -90,7 +90,7 @@ def test_each_datasets_images_are_called_as_they_are() -> None:
     assert "the column extra is not used: it has no meaning here" in own.notes
 
 
-def test_a_template_says_any_image() -> None:
+def test_template_names_any_image() -> None:
     images = [
         each.spec.runtime.image for each in tasks(FILE, harness="pi", image_template="mine/{id}:{version}")
     ]
@@ -104,7 +104,7 @@ def test_a_template_says_any_image() -> None:
     )
 
 
-def test_a_template_says_any_instruction() -> None:
+def test_template_writes_any_instruction() -> None:
     [found] = tasks(FILE, harness="pi", limit=1, instruction_template="Fix {repo}: {problem_statement}")
     assert found.spec.instruction == "Fix django/django: x is 1 and should be {two}."
     assert "{patch}, which is none of" in refusal(
@@ -112,7 +112,7 @@ def test_a_template_says_any_instruction() -> None:
     )
 
 
-def test_its_evaluator_takes_what_it_is_given() -> None:
+def test_evaluator_gets_its_fields() -> None:
     config = tasks(FILE, harness="pi", limit=1)[0].spec.evaluator.config
     instance = swebench.read_config(config).instance
     assert swebench.names(instance, "FAIL_TO_PASS") == ("test_lib.py::test_two",)
@@ -122,7 +122,7 @@ def test_its_evaluator_takes_what_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("harness", sorted(HARNESSES))
-def test_nothing_of_the_solution_reaches_the_agents_container(harness: str) -> None:
+def test_agent_container_lacks_the_solution(harness: str) -> None:
     """All that can reach it: the runtime's files, steps and environment, and what the harness is launched
     with.
     """
@@ -171,9 +171,7 @@ def test_no_column_of_a_solution_shows(secrets: dict[str, str]) -> None:
         ({"PASS_TO_PASS": [1]}, "the column PASS_TO_PASS is no list of names of tests"),
     ],
 )
-def test_a_row_that_can_not_be_judged_is_named(
-    tmp_path: Path, changed: dict[str, Any], sentence: str
-) -> None:
+def test_unjudgeable_row_is_named(tmp_path: Path, changed: dict[str, Any], sentence: str) -> None:
     said = refusal(write(tmp_path / "r.jsonl", row(**changed)), "swe", harness="pi")
     assert sentence in said
     assert said.startswith(f"{tmp_path / 'r.jsonl'} line 1 (django__django-11099): ")
@@ -208,7 +206,7 @@ def names(path: Path, **overrides: Any) -> list[str]:
     return [each.name for each in items(path, harness="pi", **overrides)]
 
 
-def test_parquet_and_arrow_and_json_hold_the_same_tasks(tmp_path: Path) -> None:
+def test_all_formats_hold_same_tasks(tmp_path: Path) -> None:
     pq.write_table(table(ROWS), tmp_path / "r.parquet", row_group_size=1)
     write_arrow(tmp_path / "stream.arrow", ROWS)
     write_arrow(tmp_path / "file.arrow", ROWS, stream=False)
@@ -224,14 +222,14 @@ def test_parquet_and_arrow_and_json_hold_the_same_tasks(tmp_path: Path) -> None:
         )
 
 
-def test_a_row_of_a_table_is_named_by_its_number(tmp_path: Path) -> None:
+def test_table_row_named_by_number(tmp_path: Path) -> None:
     pq.write_table(table(ROWS), tmp_path / "r.parquet")
     found = items(tmp_path / "r.parquet", harness="pi", only="*else-1")
     assert isinstance(found[0], UnreadTask)
     assert str(found[0].refused).startswith(f"{tmp_path / 'r.parquet'} row 3 (somebody__else-1): ")
 
 
-def test_what_save_to_disk_writes_is_read(tmp_path: Path) -> None:
+def test_saved_dataset_is_read(tmp_path: Path) -> None:
     single, several = tmp_path / "single", tmp_path / "several"
     for folder in (single, several / "test", several / "dev"):
         folder.mkdir(parents=True)
@@ -250,7 +248,7 @@ def test_what_save_to_disk_writes_is_read(tmp_path: Path) -> None:
         names(several, split="train")
 
 
-def test_a_snapshot_of_the_hub_is_read_by_its_splits(tmp_path: Path) -> None:
+def test_hub_snapshot_read_by_splits(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "README.md").write_text("words")
     for split, part in (("test", ROWS[:2]), ("dev", ROWS[2:])):
@@ -259,14 +257,14 @@ def test_a_snapshot_of_the_hub_is_read_by_its_splits(tmp_path: Path) -> None:
     assert names(tmp_path, split="dev") == EXPECTED[2:]
 
 
-def test_a_torn_file_is_refused(tmp_path: Path) -> None:
+def test_torn_file_is_refused(tmp_path: Path) -> None:
     for name, words in (("r.parquet", "cannot be read as Parquet"), ("r.arrow", "cannot be read as Arrow")):
         (tmp_path / name).write_bytes(b"PAR1 nothing of the kind")
         with pytest.raises(Refused, match=words):
             names(tmp_path / name)
 
 
-def test_bad_lines_and_values_are_named(tmp_path: Path) -> None:
+def test_bad_lines_and_values_named(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text(json.dumps(ROWS[0]) + "\n\n[]\n")
     found = list(rows(tmp_path / "r.jsonl", split=None))
     assert [each.refused is None for each in found] == [True, False, False]
@@ -279,7 +277,7 @@ def test_bad_lines_and_values_are_named(tmp_path: Path) -> None:
     ]
 
 
-def test_rows_are_read_one_batch_at_a_time(tmp_path: Path) -> None:
+def test_rows_are_read_in_batches(tmp_path: Path) -> None:
     pq.write_table(
         table([row(instance_id=f"django__django-{number}") for number in range(300)]), tmp_path / "r.parquet"
     )
@@ -289,7 +287,7 @@ def test_rows_are_read_one_batch_at_a_time(tmp_path: Path) -> None:
     assert sum(1 for _ in reading) == 299, "what was opened is read to its end"
 
 
-def test_without_pyarrow_it_is_said_how_to_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pq.write_table(table(ROWS), tmp_path / "r.parquet")
     imported = builtins.__import__
 
@@ -305,7 +303,7 @@ def test_without_pyarrow_it_is_said_how_to_have_it(tmp_path: Path, monkeypatch: 
         names(tmp_path / "r.parquet")
 
 
-def test_an_empty_folder_that_calls_itself_a_dataset_is_refused(tmp_path: Path) -> None:
+def test_empty_dataset_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(Refused, match="holds no data"):
         names(tmp_path)

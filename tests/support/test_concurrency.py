@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from polarnode.support.concurrency import PrioritySemaphore
 
 
-async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> None:
+async def test_entries_never_exceed_the_limit(autojump_clock: trio.abc.Clock) -> None:
     semaphore, inside, most = PrioritySemaphore(limit=3), 0, 0
 
     async def visit() -> None:
@@ -26,7 +26,7 @@ async def test_no_more_inside_than_the_limit(autojump_clock: trio.abc.Clock) -> 
     assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
-async def test_the_urgent_enter_first_then_the_oldest(autojump_clock: trio.abc.Clock) -> None:
+async def test_urgent_enter_first_then_oldest(autojump_clock: trio.abc.Clock) -> None:
     semaphore, entered = PrioritySemaphore(limit=1), []
 
     async def visit(name: str, priority: int) -> None:
@@ -40,7 +40,7 @@ async def test_the_urgent_enter_first_then_the_oldest(autojump_clock: trio.abc.C
     assert entered == ["high", "first", "second", "low"]
 
 
-async def test_a_waiter_that_gives_up_leaves_no_hole(autojump_clock: trio.abc.Clock) -> None:
+async def test_cancelled_waiter_leaves_no_hole(autojump_clock: trio.abc.Clock) -> None:
     semaphore = PrioritySemaphore(limit=1)
     async with semaphore.slot(priority=50):
         with trio.move_on_after(1) as scope:
@@ -52,7 +52,8 @@ async def test_a_waiter_that_gives_up_leaves_no_hole(autojump_clock: trio.abc.Cl
             pass
 
 
-async def test_a_place_handed_over_in_the_tick_of_cancellation_is_not_lost() -> None:
+async def test_place_survives_cancellation_at_handover() -> None:
+    """A place handed over in the tick of cancellation is not lost."""
     semaphore, scope = PrioritySemaphore(limit=1), trio.CancelScope()
 
     async def waiter() -> None:
@@ -92,9 +93,10 @@ def test_whatever_is_cancelled_the_stage_ends_empty(
     assert (semaphore.statistics().inside, semaphore.statistics().waiting) == (0, 0)
 
 
-async def test_a_higher_limit_wakes_the_waiting_and_a_lower_one_lets_those_inside_finish(
+async def test_changed_limit_wakes_or_waits(
     autojump_clock: trio.abc.Clock,
 ) -> None:
+    """A higher limit wakes the waiting, and a lower one lets those inside finish."""
     semaphore, entered = PrioritySemaphore(limit=3), list[int]()
 
     async def visit(number: int) -> None:
@@ -169,9 +171,10 @@ class Cake:
         self.left.append(1)
 
 
-async def test_the_first_in_line_waits_for_its_place_and_nobody_passes_it(
+async def test_first_waiter_blocks_the_others(
     autojump_clock: trio.abc.Clock,
 ) -> None:
+    """The first in line waits for its place, and nobody passes it."""
     semaphore, left, entered = PrioritySemaphore(limit=9), [1], list[str]()
 
     async def visit(name: str, place: Cake | None) -> None:
@@ -192,7 +195,7 @@ async def test_the_first_in_line_waits_for_its_place_and_nobody_passes_it(
     assert left == [1]
 
 
-async def test_a_place_that_is_there_again_is_found_by_adjusting(autojump_clock: trio.abc.Clock) -> None:
+async def test_adjust_finds_a_returned_place(autojump_clock: trio.abc.Clock) -> None:
     semaphore, left = PrioritySemaphore(limit=9), list[int]()
 
     async def visit() -> None:
@@ -207,9 +210,10 @@ async def test_a_place_that_is_there_again_is_found_by_adjusting(autojump_clock:
     assert left == [1]
 
 
-async def test_whoever_gives_up_gives_its_place_back_and_lets_others_by(
+async def test_cancelled_waiter_returns_its_place(
     autojump_clock: trio.abc.Clock,
 ) -> None:
+    """Whoever gives up gives its place back and lets others by."""
     semaphore, left = PrioritySemaphore(limit=9), list[int]()
     with trio.move_on_after(1):
         async with semaphore.slot(priority=50, place=Cake(left)):

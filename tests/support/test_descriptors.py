@@ -14,7 +14,7 @@ print(len([os.dup(0) for _ in range(min(hard - 50, 1500))]) > 256 or hard < 400)
 """
 
 
-def test_a_process_may_open_what_its_machine_allows() -> None:
+def test_process_raises_open_file_limit() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
     )

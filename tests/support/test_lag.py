@@ -7,7 +7,7 @@ import trio
 from polarnode.support.metrics import KEPT, TICK_S, LagStatistics, LoopLag, open_loop_lag
 
 
-def test_quantiles_of_the_last_looks() -> None:
+def test_quantiles_of_latest_measurements() -> None:
     lag = LoopLag()
     assert lag.statistics() == LagStatistics()
     for number in range(100):
@@ -18,7 +18,7 @@ def test_quantiles_of_the_last_looks() -> None:
     assert lag.statistics() == LagStatistics(p50=0.25, p99=0.25, max=0.25)
 
 
-async def test_a_step_that_holds_the_loop_is_seen() -> None:
+async def test_blocking_step_is_measured() -> None:
     async with open_loop_lag() as lag:
         await trio.sleep(2 * TICK_S)
         time.sleep(0.3)  # noqa: ASYNC251  the very fault that is looked for
@@ -26,7 +26,7 @@ async def test_a_step_that_holds_the_loop_is_seen() -> None:
         assert lag.statistics().max > 0.2
 
 
-async def test_an_idle_loop_is_looked_at_and_the_block_ends(autojump_clock: trio.testing.MockClock) -> None:
+async def test_idle_loop_has_no_lag(autojump_clock: trio.testing.MockClock) -> None:
     async with open_loop_lag() as lag:
         await trio.sleep(10)
         assert lag.statistics() == LagStatistics(p50=0.0, p99=0.0, max=0.0)

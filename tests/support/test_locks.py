@@ -7,7 +7,7 @@ from pathlib import Path
 from polarnode.support.locks import is_locked, take_lock
 
 
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
+def test_lock_has_one_holder(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     assert not is_locked(path), "there is no file"
     file = take_lock(path)
@@ -19,7 +19,7 @@ def test_a_lock_has_one_holder(tmp_path: Path) -> None:
     assert not is_locked(path)
 
 
-def test_a_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
+def test_lock_freed_by_killed_process(tmp_path: Path) -> None:
     path, (ready, write) = tmp_path / "a.lock", os.pipe()
     pid = os.fork()
     if not pid:

@@ -28,14 +28,14 @@ def open_umask() -> object:
     os.umask(before)
 
 
-def test_a_new_folder_and_its_files_are_private(tmp_path: Path) -> None:
+def test_new_folder_and_files_are_private(tmp_path: Path) -> None:
     make_private_folder(tmp_path / "state")
     with open(tmp_path / "state" / "journal.sqlite", "w", opener=open_private):
         pass
     assert (mode(tmp_path / "state"), mode(tmp_path / "state" / "journal.sqlite")) == (0o700, 0o600)
 
 
-def test_the_folder_of_an_earlier_release_is_tightened(tmp_path: Path) -> None:
+def test_older_release_folder_is_tightened(tmp_path: Path) -> None:
     state = tmp_path / "state"
     (state / "sessions").mkdir(parents=True, mode=0o755)
     for name in ("journal.sqlite", "journal.sqlite-wal", "node.log", "engine-0.log"):
@@ -46,9 +46,8 @@ def test_the_folder_of_an_earlier_release_is_tightened(tmp_path: Path) -> None:
     assert (mode(state), mode(state / "sessions")) == (0o700, 0o700)
 
 
-def test_a_folder_that_holds_other_things_keeps_its_mode(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shared_folder_keeps_its_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder that holds other things keeps its mode."""
     (tmp_path / "shared").mkdir(mode=0o755)
     (tmp_path / "shared" / "thesis.tex").touch(mode=0o644)
     (tmp_path / "shared" / "journal.sqlite").touch(mode=0o644)
@@ -59,7 +58,7 @@ def test_a_folder_that_holds_other_things_keeps_its_mode(
     assert "folder of its own" in caplog.text
 
 
-def test_a_folder_of_all_users_keeps_its_mode(tmp_path: Path) -> None:
+def test_public_folder_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     make_private_folder(tmp_path / "tmp")
@@ -72,7 +71,8 @@ def record(at: float, message: str = "refusing %s", value: object = 1) -> loggin
     return found
 
 
-def test_lines_of_one_kind_are_limited_and_those_left_out_are_counted() -> None:
+def test_repeated_log_lines_are_limited() -> None:
+    """Lines of one kind are limited, and those left out are counted."""
     limit = LineLimit()
     passed = [limit.filter(record(1.0, value=number)) for number in range(LINES + 50)]
     assert sum(passed) == LINES
@@ -85,7 +85,7 @@ def test_lines_of_one_kind_are_limited_and_those_left_out_are_counted() -> None:
     assert all(limit.filter(unlimited) for _ in range(2 * LINES))
 
 
-def test_the_log_rotates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_file_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polarnode.support.bounded.LOG_BYTES", 1000)
     root = logging.getLogger()
     before, root.handlers = root.handlers, []

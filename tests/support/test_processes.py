@@ -30,7 +30,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_output_goes_to_the_file_and_the_environment_is_whole(tmp_path: Path) -> None:
+async def test_output_file_and_exact_environment(tmp_path: Path) -> None:
+    """Output goes to the file, and the environment is the one given."""
     with (tmp_path / "log").open("wb") as log:
         async with open_process_group(
             [SHELL, "-c", "echo $A $HOME; echo b >&2; pwd"], env={"A": "a"}, cwd=tmp_path, stdout=log
@@ -39,13 +40,13 @@ async def test_output_goes_to_the_file_and_the_environment_is_whole(tmp_path: Pa
     assert (tmp_path / "log").read_text().split() == ["a", "b", str(tmp_path)]
 
 
-async def test_a_sleeping_process_is_asked_to_end() -> None:
+async def test_sleeping_process_is_terminated() -> None:
     async with open_process_group(["sleep", "1000"]) as process:
         assert group_members(process.pid) == [process.pid]
     assert process.returncode == -signal.SIGTERM
 
 
-async def test_grandchildren_end_too(tmp_path: Path) -> None:
+async def test_grandchildren_are_ended_too(tmp_path: Path) -> None:
     script = f"sleep 1000 & echo $! > {tmp_path}/pid; wait"
     async with open_process_group([SHELL, "-c", script]) as process:
         await until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
@@ -53,7 +54,8 @@ async def test_grandchildren_end_too(tmp_path: Path) -> None:
     assert not alive(int((tmp_path / "pid").read_text()))
 
 
-async def test_background_children_of_a_process_that_ended_well_end_too(tmp_path: Path) -> None:
+async def test_background_children_end_after_success(tmp_path: Path) -> None:
+    """Background children of a process that ended well end too."""
     script = f"sleep 1000 & echo $! > {tmp_path}/pid"
     async with open_process_group([SHELL, "-c", script]) as process:
         assert await process.wait() == 0
@@ -62,7 +64,7 @@ async def test_background_children_of_a_process_that_ended_well_end_too(tmp_path
     assert not alive(grandchild)
 
 
-async def test_who_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_ignoring_term_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(concurrency, "TERM_GRACE", 0.3)
     code = (
         f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(tmp_path / 'up')!r},"
@@ -73,7 +75,7 @@ async def test_who_ignores_term_is_killed(tmp_path: Path, monkeypatch: pytest.Mo
     assert process.returncode == -signal.SIGKILL
 
 
-async def test_cancellation_and_errors_end_the_group_as_well() -> None:
+async def test_cancellation_and_errors_end_group() -> None:
     with trio.move_on_after(0.2) as scope:
         async with open_process_group(["sleep", "1000"]) as cancelled:
             await trio.sleep_forever()
@@ -84,7 +86,7 @@ async def test_cancellation_and_errors_end_the_group_as_well() -> None:
     assert group_members(cancelled.pid) == group_members(failed.pid) == []
 
 
-async def test_only_the_descriptors_named_are_passed_on() -> None:
+async def test_only_named_descriptors_are_inherited() -> None:
     read, write = os.pipe()
     async with open_process_group(
         [SHELL, "-c", f"echo x > /proc/self/fd/{write}"], pass_fds=(write,)
@@ -96,7 +98,7 @@ async def test_only_the_descriptors_named_are_passed_on() -> None:
     os.close(read)
 
 
-async def test_a_program_that_is_not_there_is_an_oserror() -> None:
+async def test_missing_program_is_oserror() -> None:
     with pytest.raises(FileNotFoundError):
         async with open_process_group(["/nowhere/program"]):
             pass

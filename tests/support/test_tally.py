@@ -16,7 +16,7 @@ from polarnode.providers.contract import Fault
 from polarnode.support.metrics import DURATION_BOUNDS_S, LEFT_OUT, OTHER, DurationHistogram, NodeCounters
 
 
-def test_a_turn_is_counted_by_what_it_is() -> None:
+def test_turn_counted_by_its_labels() -> None:
     tally = NodeCounters()
     turn = evolve(
         make_turn("s"),
@@ -38,14 +38,14 @@ def test_a_turn_is_counted_by_what_it_is() -> None:
 
 
 @pytest.mark.parametrize(("reason", "expected"), [("first", "first"), ("what a plug-in made up", OTHER)])
-def test_reasons_are_a_fixed_set(reason: str, expected: str) -> None:
+def test_unknown_reason_counts_as_other(reason: str, expected: str) -> None:
     tally = NodeCounters()
     tally.turn(evolve(make_turn("s"), reason=reason))
     assert [labels[2] for labels in tally.turns] == [expected]
     assert OTHER not in REASONS
 
 
-def test_an_ended_session_is_counted_with_its_rows() -> None:
+def test_ended_session_counts_its_rows() -> None:
     tally = NodeCounters()
     left = (LeftOut(turn=0, reason="superseded"), LeftOut(turn=1, reason="a word of a builder of one's own"))
     tally.published(evolve(make_trajectory("s", turns=2), left_out=left))
@@ -57,7 +57,7 @@ def test_an_ended_session_is_counted_with_its_rows() -> None:
     assert OTHER not in LEFT_OUT
 
 
-def test_seconds_are_counted_in_the_bucket_that_holds_them() -> None:
+def test_seconds_counted_in_their_bucket() -> None:
     tally = NodeCounters()
     tally.turn(evolve(make_turn("s"), ended_s=2.0, first_token_s=0.1))
     tally.turn(evolve(make_turn("s"), ended_s=1e6, first_token_s=None))
@@ -75,7 +75,8 @@ def test_seconds_are_counted_in_the_bucket_that_holds_them() -> None:
     assert sum(then.turn_s.counts.values()) == 2, "a copy stays as it was"
 
 
-def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowhere_else() -> None:
+def test_lost_session_counted_by_fault() -> None:
+    """A session that lost its place is counted by whose fault it was, and nowhere else."""
     tally = NodeCounters()
     for outcome in (
         Outcome(status="error", boundary="runtime"),
@@ -87,14 +88,14 @@ def test_a_session_that_lost_its_place_is_counted_by_whose_fault_it_was_and_nowh
     assert (tally.sessions, tally.traces) == ({}, 0)
 
 
-def test_a_live_session_counts_into_its_nodes_tally() -> None:
+def test_live_session_counts_into_tally() -> None:
     tally, lineages = NodeCounters(), Lineages(session_id="s", secret=b"secret")
     live = LiveSession("s", "key", lineages, Sampling(), Budgets(), lambda turn: None, tally=tally)
     live.refused(Fault(kind="session_over", message="over"))
     assert tally.refusals == live.counters.refusals == {"session_over": 1}
 
 
-def test_a_copy_stays_as_it_was() -> None:
+def test_copy_does_not_change() -> None:
     tally = NodeCounters()
     tally.turn(make_turn("s"))
     then = tally.copied()

@@ -13,7 +13,7 @@ from polarnode.support.bounded import trim_memory
 from polarnode.support.concurrency import ThreadShare
 
 
-async def test_one_session_leaves_a_thread_to_the_others() -> None:
+async def test_session_leaves_others_a_thread() -> None:
     node = trio.CapacityLimiter(2)
     one = ThreadShare(trio.CapacityLimiter(1), node)
     other = ThreadShare(trio.CapacityLimiter(1), node)
@@ -39,7 +39,8 @@ class Large:
     """A request."""
 
 
-async def test_a_refusal_does_not_hold_what_it_refused() -> None:
+async def test_refusal_holds_no_refused_memory() -> None:
+    """A refusal does not hold what it refused."""
     share = ThreadShare(trio.CapacityLimiter(1), trio.CapacityLimiter(1))
     kept: list[weakref.ref[Large]] = []
 
@@ -61,5 +62,5 @@ async def test_a_refusal_does_not_hold_what_it_refused() -> None:
         gc.enable()
 
 
-async def test_free_memory_is_given_back() -> None:
+async def test_free_memory_is_returned() -> None:
     await trim_memory()

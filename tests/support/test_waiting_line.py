@@ -107,7 +107,7 @@ def test_a_group_that_has_begun_goes_before_an_older_one_that_has_not() -> None:
     assert [line.pop() for _ in range(3)] == ["urgent", "younger", "older"]
 
 
-def test_nobody_waits() -> None:
+def test_empty_line_refuses_pop() -> None:
     line: WaitingLine[int] = WaitingLine()
     with pytest.raises(IndexError):
         line.pop()

@@ -115,18 +115,18 @@ def test_good_call_after_bad(name: str, bad: str, good: str) -> None:
     assert notes[0].startswith("malformed call: ")
 
 
-def test_text_after_a_call() -> None:
+def test_text_after_call_is_shown() -> None:
     assert read("function_xml", f"{xml('a')}\nDone </parameter>.{END}")[:2] == (["a"], "Done </parameter>.")
     assert read("function_xml", f"{xml('a')}\nand\n{xml('b')}{END}")[:2] == (["a", "b"], "and")
 
 
-def test_many_calls_of_one_answer() -> None:
+def test_many_calls_in_one_answer() -> None:
     """Closing tags are data in the last call as in the first."""
     values = [f"{place} </parameter> and </tool_call> so" for place in range(30)]
     assert read("function_xml", "\n".join(map(xml, values)) + END) == (values, "", "", [])
 
 
-def test_call_is_counted_before_it_is_sent() -> None:
+def test_call_counted_before_it_is_sent() -> None:
     """A request for a single call ends at its closing tag, although a later one may win."""
     toy = TOY_MODELS["function_xml"]
     reading = toy.parser(tools=(LOOK,))
@@ -137,7 +137,7 @@ def test_call_is_counted_before_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("cut", range(5, 60, 7))
-def test_cut_inside_a_value(cut: int) -> None:
+def test_answer_cut_inside_a_value(cut: int) -> None:
     whole = xml("a </tool_call> b </tool_call> c and so on")
     paths, text, _, notes = read("function_xml", f"so\n{whole[:cut]}", clean=False)
     assert (paths, text) == ([], "so" if cut >= len("<tool_call>") else f"so\n{whole[:cut]}")
@@ -155,7 +155,7 @@ def test_readings_of_a_call_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 9))
-def test_strings_in_pieces(size: int) -> None:
+def test_open_string_tracked_across_pieces(size: int) -> None:
     text = '{"a": "x \\" \\\\", "b\\\\": "\\\\\\"", "c": "'
     strings, found = StringTracker(), []
     for at in range(0, len(text), size):
@@ -196,7 +196,7 @@ class Counted:
         ("braces", '<|tool_call>call:look{path:<|"|><tool_call|>'),
     ],
 )
-def test_reading_again_is_bounded(
+def test_call_rereadings_are_bounded(
     name: str, text: str, opens_thinking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Marks that fail over and over cost a few readings of an answer, streamed as at once. An id is read by
@@ -238,7 +238,7 @@ def test_marks_read_are_bounded(name: str, text: str, monkeypatch: pytest.Monkey
     assert answers[0].text.endswith("hi")
 
 
-def test_thought_ends_after_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thought_ends_beyond_mark_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "MAX_READ_MARKS", 50)
     found = read("json", "a <tool_call>" * 99 + "</think>Yes." + END, opens_thinking=True)
     assert (found[1], found[2].count("<tool_call>")) == ("Yes.", 99)
@@ -270,7 +270,7 @@ def test_thought_ends_after_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         ("braces", "call:f{a}", "it is no call:name{...} with values of this syntax"),
     ],
 )
-def test_why_a_call_is_malformed(syntax: Any, body: str, why: str) -> None:
+def test_malformed_call_reasons(syntax: Any, body: str, why: str) -> None:
     assert fault_of(CallBody(body, separator="<sep>"), syntax) == why
 
 
@@ -318,12 +318,12 @@ def test_unfinished_draft_in_closed_thought() -> None:
     assert (paths, shown, thinking, notes) == (["b"], "", "I could\n<tool_call>\n<function=lo", [])
 
 
-def test_end_of_thought_as_data() -> None:
+def test_end_of_thought_inside_argument() -> None:
     paths, _, thinking, notes = read("function_xml", f"hm\n{xml('a </think> b')}{END}", opens_thinking=True)
     assert (paths, thinking, notes) == (["a </think> b"], "hm", [])
 
 
-def test_thought_cut_in_a_draft() -> None:
+def test_answer_cut_in_thought_draft() -> None:
     text = "hm\n<tool_call>\n<function=look"
     assert read("function_xml", text, opens_thinking=True, clean=False) == ([], "", text, [])
     paths, shown, thinking, notes = read("function_xml", text + END, opens_thinking=True)
@@ -342,7 +342,7 @@ def test_drafts_are_not_thinking_tokens() -> None:
 # ── gpt-oss ───────────────────────────────────────────────────────────────────
 
 
-def test_recipient_on_final_channel() -> None:
+def test_tool_recipient_on_final_channel() -> None:
     head = "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>final to=functions.look<|message|>"
     for clean, end in ((True, "<|return|>"), (True, "<|end|>"), (False, "")):
         paths, text, thinking, notes = read("harmony", f"{head}This is text{end}", clean=clean)
@@ -350,7 +350,7 @@ def test_recipient_on_final_channel() -> None:
     assert read("harmony", head + '{"path": "a"}<|call|>')[0] == ["a"]
 
 
-def test_half_a_message_to_a_tool() -> None:
+def test_half_tool_message_is_hidden() -> None:
     head = "<|channel|>commentary to=functions.look<|message|>"
     assert read("harmony", head + '{"path": "a', clean=False)[:2] == ([], "")
     assert read("harmony", "<|channel|>commentary to=functions.lo", clean=False)[:2] == ([], "")

@@ -35,7 +35,7 @@ def test_prefill_as_template_writes(name: str, thinking: bool | None) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - THINKS_ALWAYS))
-def test_prefill_follows_a_turn(name: str) -> None:
+def test_prefill_after_sampled_turn(name: str) -> None:
     """After a sampled turn the opening is the one after a conversation's head."""
     model = kit.model(family_folder(name))
     asked = Conversation(messages=(QUESTION, Message(role="assistant", text="One."), QUESTION))

@@ -92,7 +92,7 @@ def reference(model: kit.Model, conversation: Conversation, *, tokenize: bool, p
 
 
 @pytest.mark.parametrize("thinking", [None, True, False])
-def test_a_root_is_what_transformers_writes(model: kit.Model, thinking: bool | None) -> None:
+def test_root_equals_transformers_prompt(model: kit.Model, thinking: bool | None) -> None:
     conversation = conversation_of(
         model, ["harmless", "caf\u00e9 { } \U0001f642", "two\nlines"], thinking=thinking
     )
@@ -309,7 +309,7 @@ def shown(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_follows_a_turn(name: str) -> None:
+def test_suffix_after_a_turn(name: str) -> None:
     path, found = GOLDEN / f"{name}.txt", golden(kit.model(family_folder(name)))
     if not path.exists():
         GOLDEN.mkdir(exist_ok=True)
@@ -321,7 +321,8 @@ def test_what_follows_a_turn(name: str) -> None:
 # ── kimi's ids ────────────────────────────────────────────────────────────────
 
 
-def test_kimi_is_shown_results_under_the_ids_it_spoke() -> None:
+def test_kimi_results_keep_its_ids() -> None:
+    """Kimi is shown results under the ids that it gave its calls."""
     model = kit.model(family_folder("kimi_k2"))
     first, second = (ToolCall(id=f"call_{name}", name=name, arguments="{}") for name in ("look", "go"))
     new = tuple(
@@ -393,7 +394,8 @@ def test_kimi_is_shown_results_under_the_ids_it_spoke() -> None:
         ("gemma4", (False, False, False)),
     ],
 )
-def test_a_prompt_says_whether_it_opens_a_thought(name: str, opens: tuple[bool, bool, bool]) -> None:
+def test_prompt_knows_if_thought_opens(name: str, opens: tuple[bool, bool, bool]) -> None:
+    """A prompt says whether it opens a thought."""
     model = kit.model(family_folder(name))
     roots = [
         model.template.root(Conversation(messages=(ASK,), thinking=thinking))
@@ -402,7 +404,7 @@ def test_a_prompt_says_whether_it_opens_a_thought(name: str, opens: tuple[bool, 
     assert tuple(map(model.template.opens_thinking, roots)) == opens
 
 
-def test_gemmas_thought_after_a_result_is_opened_by_the_prompt() -> None:
+def test_gemma_prompt_opens_thought_after_result() -> None:
     model = kit.model(family_folder("gemma4"))
     conversation, new = following(model, "look", ["r", "q"])
     sample = model.spelled("<|tool_call>", "call:look{}", "<tool_call|>", "<|tool_response>")
@@ -433,7 +435,7 @@ def test_gemmas_thought_after_a_result_is_opened_by_the_prompt() -> None:
         ("kimi_k2", {"user", "tool"}),
     ],
 )
-def test_before_which_messages_a_template_drops_thoughts(name: str, drops: set[str]) -> None:
+def test_which_messages_drop_earlier_thoughts(name: str, drops: set[str]) -> None:
     template = kit.model(family_folder(name)).template
     new = {
         "user": (Message(role="user", text="<odd>"),),
@@ -445,7 +447,8 @@ def test_before_which_messages_a_template_drops_thoughts(name: str, drops: set[s
         assert template.drops_thinking_before((*new["tool"], *new["user"]))
 
 
-def test_a_call_that_is_cut_stays_open_and_the_turn_is_closed() -> None:
+def test_cut_call_is_not_closed() -> None:
+    """A call that is cut stays open, and the turn is closed."""
     for name, pieces, close in (
         ("kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.lo"), "<|im_end|>"),
         ("glm4", ("<tool_call>", "look\n"), ""),
@@ -468,7 +471,7 @@ def test_a_call_that_is_cut_stays_open_and_the_turn_is_closed() -> None:
         )
 
 
-def test_what_follows_is_asked_for_by_the_renderer_too() -> None:
+def test_renderer_gives_the_suffix_too() -> None:
     model = kit.model(family_folder("glm4"))
     rendered = TemplateRenderer(model.tokenizer, model.family).following(
         (ASK,), answered=AnsweredTurn(), thinking=False

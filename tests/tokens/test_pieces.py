@@ -21,7 +21,8 @@ def text_of(row: list[int], vocabulary: list[bytes]) -> str:
     return "".join(words)
 
 
-def test_ids_have_their_own_text_and_split_letters_a_cluster() -> None:
+def test_split_letters_form_a_cluster() -> None:
+    """Ids have their own text, and the ids of a split letter a cluster."""
     vocabulary = [b"a", b"\xe2\x98", b"\x83", b"<|end|>", b"", b"\xc3\xa9"]
     found = pieces_of([[0, 1, 2, 3], [4, 5, 0]], vocabulary.__getitem__)
     assert found.tokens == {"0": "a", "3": "<|end|>", "4": "", "5": "é"}
@@ -30,7 +31,7 @@ def test_ids_have_their_own_text_and_split_letters_a_cluster() -> None:
     assert pieces_of([], vocabulary.__getitem__).tokens == {}
 
 
-def test_an_id_of_another_models_vocabulary_is_marked() -> None:
+def test_foreign_vocabulary_id_is_marked() -> None:
     def token_bytes(token: int) -> bytes:
         if token > 1:
             raise ModelError("outside of the vocabulary")
@@ -39,7 +40,8 @@ def test_an_id_of_another_models_vocabulary_is_marked() -> None:
     assert pieces_of([[1, 7]], token_bytes).tokens == {"1": "x", "7": "\ufffd"}
 
 
-def test_a_letter_that_is_cut_off_is_shown_as_such() -> None:
+def test_cut_off_letter_is_shown() -> None:
+    """A letter that is cut off is shown as such."""
     (cluster,) = pieces_of([[0, 1]], [b"x", b"\xe2\x98"].__getitem__).clusters
     assert (cluster.start, cluster.end, cluster.text) == (1, 2, "\ufffd")
 

@@ -52,7 +52,7 @@ def keeps_text(model: LoadedModel) -> None:
         assert marks.isdisjoint(plain)
 
 
-def test_deepseek_v3s_ids_are_its_files(deepseek: LoadedModel, deepseek_folder: Path) -> None:
+def test_deepseek_v3_ids_match_its_file(deepseek: LoadedModel, deepseek_folder: Path) -> None:
     """transformers' class for it makes a SentencePiece tokenizer of this byte-level file where no config says
     what model it is.
     """
@@ -61,14 +61,14 @@ def test_deepseek_v3s_ids_are_its_files(deepseek: LoadedModel, deepseek_folder: 
         assert deepseek.tokenizer.encode_plain(text) == reference.encode(text, add_special_tokens=False).ids
 
 
-def test_deepseek_v3_keeps_text_and_is_of_its_family(deepseek: LoadedModel) -> None:
+def test_deepseek_v3_text_and_family(deepseek: LoadedModel) -> None:
     keeps_text(deepseek)
     assert deepseek.family.name.startswith("deepseek")
     assert (deepseek.tokenizer.kind, deepseek.tokenizer.vocab_size) == ("byte-level BPE", 129280)
     assert deepseek.family.stop_ids == (1,)
 
 
-def test_qwen3_6s_ids_are_tiktokens(qwen3_6: LoadedModel, qwen3_6_folder: Path) -> None:
+def test_qwen3_6_ids_match_tiktoken(qwen3_6: LoadedModel, qwen3_6_folder: Path) -> None:
     ranks = load_tiktoken_bpe(str(qwen3_6_folder / "tiktoken.model"))
     reference = tiktoken.Encoding(
         "qwen3_6", pat_str=QWEN3_6_PATTERN, mergeable_ranks=ranks, special_tokens={}
@@ -77,14 +77,14 @@ def test_qwen3_6s_ids_are_tiktokens(qwen3_6: LoadedModel, qwen3_6_folder: Path) 
         assert qwen3_6.tokenizer.encode_plain(text) == reference.encode_ordinary(text)
 
 
-def test_qwen3_6_keeps_text_and_is_of_its_family(qwen3_6: LoadedModel) -> None:
+def test_qwen3_6_text_and_family(qwen3_6: LoadedModel) -> None:
     keeps_text(qwen3_6)
     assert (qwen3_6.family.name, qwen3_6.tokenizer.vocab_size) == ("qwen3_xml", 248320)
     assert qwen3_6.family.stop_ids == (248046, 248044)
     assert qwen3_6.tokenizer.token_bytes(248068) == b"<think>"
 
 
-def test_letters_are_compared_as_they_are() -> None:
+def test_letters_compared_without_normalising() -> None:
     assert any(unicodedata.normalize("NFC", text) != text for text in texts()), (
         "neither of these two normalises, and the texts would show it"
     )

@@ -51,11 +51,11 @@ def rendered(*messages: Mapping[str, object], **options: object) -> str:
     return str(tokenizer().apply_chat_template(list(messages), tokenize=False, **options))
 
 
-def test_the_package_data_is_small() -> None:
+def test_package_data_is_small() -> None:
     assert sum(path.stat().st_size for path in HERE.iterdir()) <= 8 * 2**20
 
 
-def test_the_weights_are_a_small_float32_qwen3() -> None:
+def test_weights_are_small_float32_qwen3() -> None:
     assert isinstance(model(), Qwen3ForCausalLM)
     assert model().dtype == torch.float32
     assert sum(p.numel() for p in model().parameters()) < 3_000_000
@@ -63,19 +63,19 @@ def test_the_weights_are_a_small_float32_qwen3() -> None:
     assert model().config.tie_word_embeddings
 
 
-def test_long_prompts_are_within_its_context() -> None:
+def test_long_prompts_fit_its_context() -> None:
     assert model().config.max_position_embeddings == 65536
     assert json.loads((HERE / "tokenizer_config.json").read_text())["model_max_length"] == 65536
 
 
-def test_generation_stops_at_the_end_of_a_turn() -> None:
+def test_generation_stops_at_turn_end() -> None:
     ends = [tokenizer().convert_tokens_to_ids(text) for text in ("<|im_end|>", "<|endoftext|>")]
     assert model().generation_config.eos_token_id == ends
     assert tokenizer().eos_token == "<|im_end|>"
 
 
 @pytest.mark.parametrize("text", SPECIAL + MARKS)
-def test_a_control_token_is_one_token_with_qwen3s_flags(text: str) -> None:
+def test_control_token_is_one_flagged_token(text: str) -> None:
     (number,) = tokenizer().encode(text)
     added = tokenizer().added_tokens_decoder[number]
     assert (added.content, added.special) == (text, text in SPECIAL)
@@ -86,7 +86,7 @@ def test_every_token_has_an_embedding() -> None:
     assert len(tokenizer()) == model().config.vocab_size
 
 
-def test_tools_are_rendered_in_the_order_given() -> None:
+def test_tools_keep_the_given_order() -> None:
     text = rendered({"role": "system", "content": "Be."}, USER, tools=[TOOL], add_generation_prompt=True)
     line = json.dumps(TOOL, ensure_ascii=False)
     assert text.startswith("<|im_start|>system\nBe.\n\n# Tools\n\nYou may call")
@@ -94,7 +94,7 @@ def test_tools_are_rendered_in_the_order_given() -> None:
     assert text.endswith("</tool_call><|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_without_tools_nothing_is_said_of_them() -> None:
+def test_prompt_without_tools_mentions_none() -> None:
     assert rendered(USER) == "<|im_start|>user\nHi<|im_end|>\n"
 
 
@@ -104,7 +104,8 @@ def test_thinking_can_be_switched_off() -> None:
     assert rendered(USER, add_generation_prompt=True, enable_thinking=False) == on + "<think>\n\n</think>\n\n"
 
 
-def test_thinking_and_calls_are_rendered_as_qwen3_does_and_kept() -> None:
+def test_thinking_and_calls_match_qwen3() -> None:
+    """Thinking and calls are rendered as Qwen3 does, and kept."""
     text = rendered(USER, CALL, RESULT, USER)
     said = (
         "<|im_start|>assistant\n<think>\nWhy not.\n</think>\n\n"
@@ -114,14 +115,15 @@ def test_thinking_and_calls_are_rendered_as_qwen3_does_and_kept() -> None:
     assert text == rendered(USER) + said + heard + rendered(USER)
 
 
-def test_results_of_parallel_calls_share_a_turn() -> None:
+def test_parallel_results_share_a_turn() -> None:
     text = rendered(USER, CALL, RESULT, RESULT)
     one = "\n<tool_response>\na lake\n</tool_response>"
     assert text.endswith(f"<|im_start|>user{one}{one}<|im_end|>\n")
 
 
 @pytest.mark.parametrize("more", [[RESULT], [USER], [RESULT, RESULT], [RESULT, USER]])
-def test_what_follows_a_turn_does_not_change_what_came_before(more: list[Mapping[str, object]]) -> None:
+def test_later_messages_keep_the_prefix(more: list[Mapping[str, object]]) -> None:
+    """Messages after a turn do not change the prompt before it."""
     assert rendered(USER, CALL, *more, tools=[TOOL]).startswith(rendered(USER, CALL, tools=[TOOL]))
 
 
@@ -133,12 +135,12 @@ def test_any_text_survives(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text)) == written
 
 
-def test_harmless_text_never_becomes_a_control_token() -> None:
+def test_harmless_text_is_never_control() -> None:
     first = tokenizer().convert_tokens_to_ids("<|endoftext|>")
     assert max(tokenizer().encode("".join(map(chr, range(32, 1024))))) < first
 
 
-def test_it_answers_a_prompt() -> None:
+def test_tiny_model_answers_a_prompt() -> None:
     ids = tokenizer().apply_chat_template(
         [USER], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -13,7 +13,8 @@ def added(text: str, *, special: bool = False, **flags: bool) -> AddedToken:
     return AddedToken(text, special=special, **({"normalized": False} | flags))
 
 
-def test_text_is_what_the_vocabulary_lists_and_nobody_calls_special() -> None:
+def test_vocabulary_text_is_not_special() -> None:
+    """A token is text if the vocabulary lists it and nothing calls it special."""
     tokens = {
         1: added("\n"),
         2: added("<table>"),
@@ -25,19 +26,21 @@ def test_text_is_what_the_vocabulary_lists_and_nobody_calls_special() -> None:
     assert sorted(text) == [1, 2], "<turn> is the template's, <end> is special, <think> is of no vocabulary"
 
 
-def test_a_token_with_another_id_than_the_vocabularys_is_a_control_token() -> None:
+def test_token_with_other_id_is_control() -> None:
     assert ordinary(VOCABULARY, {7: added("<table>")}, "") == {}
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_a_token_that_swallows_what_is_beside_it_stands_only_where_it_is_never_written(flag: str) -> None:
+def test_stripping_flag_allowed_where_unused(flag: str) -> None:
+    """A token that strips its neighbours is allowed only where it is never written."""
     tokens = {0: added("<unk>", special=True, **{flag: True})}
     check_flags(tokens, None, "<turn>user\nx<end>")
     with pytest.raises(ModelError, match="'<unk>' swallows or changes text beside it"):
         check_flags(tokens, None, "<turn><unk>")
 
 
-def test_a_token_looked_for_in_normalised_text_stands_where_that_is_the_same_text() -> None:
+def test_normalized_token_needs_unchanged_text() -> None:
+    """A token looked for in normalised text stands where that is the same text."""
     tokens = {0: added("<a b>", special=True, normalized=True)}
     check_flags(tokens, None, "<a b>")
     check_flags(tokens, normalizers.NFC(), "<a b>")

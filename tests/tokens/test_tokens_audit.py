@@ -21,16 +21,16 @@ def audited(to: Path, before: str, after: str) -> tuple[str, ...]:
     return audit(renderer, Limits.of(renderer))
 
 
-def test_the_tiny_model_has_nothing_to_note() -> None:
+def test_tiny_model_has_no_notes() -> None:
     assert kit.model().template.audit() == ()
 
 
-def test_qwen3_passes_and_says_that_it_drops_thinking(qwen3_folder: Path) -> None:
+def test_qwen3_passes_noting_dropped_thinking(qwen3_folder: Path) -> None:
     (note,) = kit.model(qwen3_folder).template.audit()
     assert "leaves out earlier thinking" in note
 
 
-def test_a_template_that_opens_the_thought_passes(tmp_path: Path) -> None:
+def test_template_opening_thought_passes(tmp_path: Path) -> None:
     before = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
     assert audited(tmp_path, before, before.replace("assistant\\n'", "assistant\\n<think>\\n'")) == ()
 
@@ -64,7 +64,7 @@ def test_a_template_that_opens_the_thought_passes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, after: str, kind: str) -> None:
+def test_template_looking_back_is_refused(tmp_path: Path, before: str, after: str, kind: str) -> None:
     with pytest.raises(
         ModelError,
         match=rf"writes [a-z ]*{kind} message\(s\) after an answer as .* depending on what came before",
@@ -72,7 +72,7 @@ def test_a_template_that_looks_back_is_refused(tmp_path: Path, before: str, afte
         audited(tmp_path, before, after)
 
 
-def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
+def test_role_refused_by_template_is_noted(tmp_path: Path) -> None:
     late = "{%- if message.role == 'system' %}{{- raise_exception('system first') }}{%- endif %}"
     notes = audited(tmp_path, USER, f"{{%- if not loop.first %}}{late}{{%- endif %}}{USER}")
     assert any(
@@ -81,7 +81,8 @@ def test_a_role_that_the_template_refuses_is_a_note(tmp_path: Path) -> None:
     )
 
 
-def test_a_template_that_leaves_a_late_system_out_is_shown_a_users_message(tmp_path: Path) -> None:
+def test_late_system_becomes_user_message(tmp_path: Path) -> None:
+    """Where a template leaves a late system message out, the model sees a user's message."""
     notes = audited(
         tmp_path, USER, "{%- if message.role == 'user' or loop.index < 3 %}" + USER + "{%- endif %}"
     )
@@ -101,12 +102,12 @@ def test_a_template_that_leaves_a_late_system_out_is_shown_a_users_message(tmp_p
         pytest.param("{{- messages[0].content + '\\n\\n' }}", "", id="drops the system"),
     ],
 )
-def test_a_template_that_changes_a_clients_text_is_refused(tmp_path: Path, before: str, after: str) -> None:
+def test_template_changing_text_is_refused(tmp_path: Path, before: str, after: str) -> None:
     with pytest.raises(ModelError, match="it is not served"):
         audited(tmp_path, before, after)
 
 
-def test_the_audit_is_the_templates(tmp_path: Path) -> None:
+def test_template_runs_the_audit(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(
         kit.variant(
             tmp_path,

@@ -16,7 +16,7 @@ from polarnode.tokens.tool_calls import arguments_of, read_first, read_object, r
         ("{", None),
     ],
 )
-def test_an_object_keeps_its_keys_order(text: str, value: dict[str, int] | None) -> None:
+def test_object_keeps_its_key_order(text: str, value: dict[str, int] | None) -> None:
     read = read_object(text)
     assert read == value
     assert list(read or ()) == list(value or ())
@@ -26,7 +26,7 @@ def test_an_object_keeps_its_keys_order(text: str, value: dict[str, int] | None)
     ("text", "value"),
     [("1", 1), (" true ", True), ("null", None), ('"a"', "a"), ("[1, {}]", [1, {}]), ("1.5e3", 1500.0)],
 )
-def test_a_value_is_any_json(text: str, value: object) -> None:
+def test_any_json_value_is_read(text: str, value: object) -> None:
     assert read_value(text) == value
 
 
@@ -46,12 +46,12 @@ def test_a_value_is_any_json(text: str, value: object) -> None:
         "9" * 5000,
     ],
 )
-def test_a_value_that_is_not_strict_is_an_error(text: str) -> None:
+def test_non_strict_json_is_an_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - json's own words differ by what is wrong
         read_value(text)
 
 
-def test_the_first_object_of_a_text_and_where_it_ends() -> None:
+def test_first_object_and_its_end() -> None:
     assert read_first('x{"a": 1}; {"b": 2}', 1) == ({"a": 1}, 9)
     assert read_first('{"a": "\\ud800"}', 0) is None
     assert read_first("[1]", 0) is None
@@ -68,7 +68,7 @@ def test_the_first_object_of_a_text_and_where_it_ends() -> None:
         ('{"a": null}', None),
     ],
 )
-def test_arguments_are_the_source_of_an_object(text: str, source: str | None) -> None:
+def test_arguments_are_the_object_source(text: str, source: str | None) -> None:
     value = read_object(text)
     assert value is not None
     assert arguments_of(value, text, "a") == source

@@ -10,7 +10,7 @@ from polarnode.tokens.families import Family, Mode, TemplateManner, family_of
 from polarnode.tokens.tokenizer import load_tokenizer
 
 
-def test_the_tiny_model_is_a_qwen3() -> None:
+def test_tiny_model_is_qwen3() -> None:
     tiny = kit.model()
     number = tiny.tokenizer.control
     assert tiny.family == Family(
@@ -29,7 +29,7 @@ def test_the_tiny_model_is_a_qwen3() -> None:
     )
 
 
-def test_the_real_qwen3_is_one(qwen3_folder: Path) -> None:
+def test_real_qwen3_is_recognised(qwen3_folder: Path) -> None:
     family = kit.model(qwen3_folder).family
     assert (family.name, family.stop_ids, family.call_open, family.think_close) == (
         "qwen3",
@@ -39,7 +39,7 @@ def test_the_real_qwen3_is_one(qwen3_folder: Path) -> None:
     )
 
 
-def test_a_template_that_opens_the_thought_itself_is_one(tmp_path: Path) -> None:
+def test_thought_opening_template_is_qwen3(tmp_path: Path) -> None:
     assert family_of(load_tokenizer(prefilled(tmp_path))).name == "qwen3"
 
 
@@ -64,13 +64,13 @@ def test_a_template_that_opens_the_thought_itself_is_one(tmp_path: Path) -> None
         pytest.param("{%- if tools %}", "{{- 1 + 'x' }}{%- if tools %}", id="fails on the probe"),
     ],
 )
-def test_another_template_is_no_family_we_know(tmp_path: Path, before: str, after: str) -> None:
+def test_changed_template_is_unknown_family(tmp_path: Path, before: str, after: str) -> None:
     tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(before, after)))
     with pytest.raises(ModelError, match=r"no family polarnode knows \(qwen3, .*describe it"):
         family_of(tokenizer)
 
 
-def test_missing_control_tokens_are_no_family_we_know(tmp_path: Path) -> None:
+def test_missing_control_tokens_are_unknown_family(tmp_path: Path) -> None:
     folder = kit.variant(tmp_path, tokenizer=lambda tokenizer: tokenizer["added_tokens"].pop())
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     assert family_of(load_tokenizer(folder)).name == "qwen3", "the tool response's mark is not needed"
@@ -100,7 +100,8 @@ def test_missing_control_tokens_are_no_family_we_know(tmp_path: Path) -> None:
         ("call", "<|im_start|>", "call"),
     ],
 )
-def test_a_mark_means_something_only_where_it_can(mode: Mode, text: str, after: Mode) -> None:
+def test_mark_changes_only_some_modes(mode: Mode, text: str, after: Mode) -> None:
+    """A mark means something only where it can."""
     tiny = kit.model()
     assert tiny.family.after(mode, tiny.tokenizer.control[text]) == after
 

@@ -29,7 +29,7 @@ def shown(flow: Flow, *writes: str, kind: Kind = "text") -> list[str]:
     return out
 
 
-def test_newlines_wait_for_what_follows() -> None:
+def test_newlines_wait_for_following_text() -> None:
     flow = Flow()
     assert shown(flow, "\n", "\na", "\n", "\n", "b\n") == ["", "a", "", "", "\n\nb"]
     flow.call(CALL)
@@ -40,11 +40,11 @@ def test_newlines_wait_for_what_follows() -> None:
     assert flow.parts == (TextPart("a\n\nb"), CALL, TextPart("c"))
 
 
-def test_other_space_is_text() -> None:
+def test_other_whitespace_is_shown() -> None:
     assert shown(Flow(), " \t", " \n ", "\n") == [" \t", " \n ", ""]
 
 
-def test_a_part_that_goes_on_keeps_its_newlines() -> None:
+def test_resumed_part_keeps_its_newlines() -> None:
     """An empty thought in between shows nothing, so the text goes on."""
     flow = Flow()
     flow.write("text", "a\n")
@@ -53,7 +53,7 @@ def test_a_part_that_goes_on_keeps_its_newlines() -> None:
     assert flow.take() == [TextDelta("a\n\nb")]
 
 
-def test_kinds_in_their_order() -> None:
+def test_kinds_keep_their_order() -> None:
     flow = Flow()
     flow.write("thinking", "\nt\n")
     flow.write("text", "\n\na\n")
@@ -62,7 +62,7 @@ def test_kinds_in_their_order() -> None:
     assert flow.parts == (ThinkingPart("t"), TextPart("a"), ThinkingPart("u"))
 
 
-def test_text_that_must_stay_keeps_its_last_newline() -> None:
+def test_final_text_keeps_last_newline() -> None:
     flow = Flow()
     flow.write("text", "<tool_call>\n")
     flow.release(exactly=True)
@@ -84,7 +84,7 @@ def test_text_that_must_stay_keeps_its_last_newline() -> None:
         (("ab", "a"), ("xab",), ["x"], "a"),
     ],
 )
-def test_stop_strings(
+def test_stop_strings_end_the_text(
     stop: tuple[str, ...], writes: tuple[str, ...], expected: list[str], stopped: str | None
 ) -> None:
     flow = Flow(stop)
@@ -92,14 +92,16 @@ def test_stop_strings(
     assert flow.stopped == stopped
 
 
-def test_what_a_stop_string_held_back_is_text_at_the_end() -> None:
+def test_held_back_text_shown_at_end() -> None:
+    """Text that a stop string held back is shown at the end."""
     flow = Flow(("STOP",))
     assert shown(flow, "a STO") == ["a "]
     flow.release()
     assert flow.take() == [TextDelta("STO")]
 
 
-def test_thinking_is_not_watched_and_nothing_follows_a_stop() -> None:
+def test_thinking_ignores_stop_strings() -> None:
+    """Thinking is not watched, and nothing follows a stop."""
     flow = Flow(("x",))
     assert shown(flow, "axb", kind="thinking") == ["axb"]
     assert shown(flow, "axb", "c") == ["a", ""]
@@ -147,13 +149,13 @@ def test_what_is_shown_is_the_text_before_the_stop(pieces: list[str], stop: tupl
     assert (flow.stopped is None) == (not ends)
 
 
-def test_folding_joins_neighbours_of_one_kind() -> None:
+def test_fold_joins_neighbours_by_kind() -> None:
     deltas: list[Delta] = [TextDelta("a"), TextDelta("b"), CALL, CALL, ThinkingDelta("t"), TextDelta("c")]
     assert fold(deltas) == (TextPart("ab"), CALL, CALL, ThinkingPart("t"), TextPart("c"))
     assert fold([]) == ()
 
 
-def test_joining_makes_one_event_of_neighbours_and_keeps_their_tokens() -> None:
+def test_joined_events_keep_their_tokens() -> None:
     one, other = TokenLogprob(data=b"a", logprob=-1), TokenLogprob(data=b"b", logprob=-2)
     deltas: list[Delta] = [
         TextDelta("a", (one,)),
@@ -166,7 +168,8 @@ def test_joining_makes_one_event_of_neighbours_and_keeps_their_tokens() -> None:
     assert joined(deltas) == [TextDelta("ab", (one, other)), CALL, ThinkingDelta("tu"), TextDelta("c")]
 
 
-def test_tokens_leave_with_the_first_letter_they_wrote_and_are_dropped_with_the_last() -> None:
+def test_tokens_leave_with_their_letters() -> None:
+    """Tokens leave with the first letter they wrote and are dropped with the last."""
     flow = Flow(("END",))
     tokens = [TokenLogprob(data=bytes([letter]), logprob=-letter) for letter in range(6)]
     for text, token in zip(("\n", "ab", "cE", "N", "\n", "d"), tokens, strict=True):

@@ -26,21 +26,21 @@ def test_what_is_hidden_holds_no_first_letter_and_comes_back(value: Json) -> Non
     assert guard.show(hidden) == json.dumps(value, ensure_ascii=False)
 
 
-def test_every_string_is_hidden_keys_too() -> None:
+def test_every_string_and_key_is_hidden() -> None:
     value: Json = {"<a": ["<b", {"<c": "<d", "n": 1, "t": True, "z": None, "f": 1.5}]}
     assert TextGuard.over("<", [value]).hide(value) == {
         "\ue5e5a": ["\ue5e5b", {"\ue5e5c": "\ue5e5d", "n": 1, "t": True, "z": None, "f": 1.5}]
     }
 
 
-def test_a_stand_in_that_a_client_uses_is_not_taken() -> None:
+def test_stand_in_used_by_client_avoided() -> None:
     value = "<\ue5e5\ue5e6"
     guard = TextGuard.over("<", [value])
     assert guard.hide(value) == "\ue5e7\ue5e5\ue5e6"
     assert guard.show("\ue5e7\ue5e5\ue5e6") == value
 
 
-def test_lengths_stay() -> None:
+def test_hidden_text_keeps_its_length() -> None:
     guard = TextGuard.over("<", ["<|im_end|>"])
     assert len(str(guard.hide("<|im_end|>"))) == len("<|im_end|>")
 
@@ -53,12 +53,12 @@ def test_lengths_stay() -> None:
         ({"\udc00": 1}, "half of a surrogate pair"),
     ],
 )
-def test_text_that_can_not_be_guarded_is_refused(value: Json, sentence: str) -> None:
+def test_unguardable_text_is_refused(value: Json, sentence: str) -> None:
     with pytest.raises(Refused, match=sentence):
         TextGuard.over("<", [value])
 
 
-def test_json_nested_beyond_reason_is_refused() -> None:
+def test_deeply_nested_json_is_refused() -> None:
     value: Json = "x"
     for _ in range(5000):
         value = [value]

@@ -30,7 +30,7 @@ REFUSED: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_family_refuses(name: str) -> None:
+def test_each_family_names_its_limits(name: str) -> None:
     assert list(kit.model(family_folder(name)).template.limits.sentences) == REFUSED.get(name, [])
 
 
@@ -47,7 +47,7 @@ def test_what_a_family_refuses(name: str) -> None:
         ),
     ],
 )
-def test_a_request_with_it_is_refused(kind: Kind, conversation: Conversation, path: str) -> None:
+def test_unsupported_request_is_refused(kind: Kind, conversation: Conversation, path: str) -> None:
     template = kit.model(family_folder("gemma3")).template
     with pytest.raises(Refused) as caught:
         template.root(conversation)
@@ -55,7 +55,7 @@ def test_a_request_with_it_is_refused(kind: Kind, conversation: Conversation, pa
     assert list(kit.model(family_folder("kimi_k2")).template.root(conversation))
 
 
-def test_a_system_message_after_a_turn_is_a_late_one() -> None:
+def test_system_after_turn_is_late() -> None:
     limits = Limits({"late system": "no"})
     head = (Message(role="system", text="s"),)
     limits.check(head)
@@ -65,7 +65,7 @@ def test_a_system_message_after_a_turn_is_a_late_one() -> None:
         limits.check(head, follows=True)
 
 
-def test_a_suffix_is_refused_like_a_root() -> None:
+def test_suffix_is_refused_like_root() -> None:
     model = kit.model(family_folder("gemma3"))
     new = (Message(role="system", text="s"),)
     with pytest.raises(Refused, match="does not leave a system message where it stands"):
@@ -79,7 +79,7 @@ def test_a_suffix_is_refused_like_a_root() -> None:
 @pytest.mark.parametrize(
     "name", [name for name, kinds in REFUSED.items() if "late system" in kinds and name != "gemma3"]
 )
-def test_a_late_system_message_is_a_users_where_the_template_has_no_place_for_it(name: str) -> None:
+def test_late_system_becomes_user_message(name: str) -> None:
     """Claude Code and others put reminders there, and a refusal would end the run."""
     model = kit.model(family_folder(name))
     late, users = Message(role="system", text="s"), Message(role="user", text="s")
@@ -101,7 +101,8 @@ def test_a_late_system_message_is_a_users_where_the_template_has_no_place_for_it
 
 
 @pytest.mark.parametrize("name", [name for name, kinds in REFUSED.items() if "two systems" in kinds])
-def test_two_system_messages_at_the_head_are_one_where_the_template_takes_one(name: str) -> None:
+def test_two_leading_systems_are_joined(name: str) -> None:
+    """Two system messages at the head are one where the template takes one."""
     template = kit.model(family_folder(name)).template
     one, other = (Message(role="system", text=text) for text in "st")
     both = Message(role="system", text="s\n\nt")
@@ -112,7 +113,7 @@ def test_two_system_messages_at_the_head_are_one_where_the_template_takes_one(na
     assert template.limits.notes((both, ASK)) == ()
 
 
-def test_gemma_does_not_lose_a_result_without_its_call() -> None:
+def test_gemma_keeps_result_without_call() -> None:
     """Gemma 4's template writes results only behind the calls it was shown."""
     model = kit.model(family_folder("gemma4"))
     new = (Message(role="tool", text="found it", call_id="another"),)
@@ -121,7 +122,8 @@ def test_gemma_does_not_lose_a_result_without_its_call() -> None:
         model.template.suffix(new, conversation=conversation, sampled=model.spelled("a", "<turn|>"))
 
 
-def test_gpt_oss_does_not_show_a_result_under_another_calls_name() -> None:
+def test_gpt_oss_result_without_its_call() -> None:
+    """In gpt-oss no result is shown under the name of another call."""
     model = kit.model(family_folder("gptoss"))
     calls = (CALL, ToolCall(id="d", name="other", arguments="{}"))
     new = tuple(Message(role="tool", text="r", call_id=call.id) for call in calls)

@@ -10,14 +10,14 @@ from polarnode.core.errors import ModelError
 from polarnode.tokens.template import load_model
 
 
-def test_the_tiny_checkpoint_is_loaded_and_audited() -> None:
+def test_tiny_checkpoint_loads_and_passes_audit() -> None:
     loaded = load_model(kit.TINY)
     assert (loaded.name, loaded.path, loaded.notes) == ("tiny", kit.TINY, ())
     assert loaded.family == kit.model().family
     assert loaded.template.tokenizer is loaded.tokenizer
 
 
-def test_a_checkpoint_that_fails_the_audit_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_failing_audit_is_refused(tmp_path: Path) -> None:
     folder = kit.variant(
         tmp_path, template=lambda text: text.replace("'\\n<tool_response>\\n' +", "loop.index ~")
     )
@@ -26,12 +26,13 @@ def test_a_checkpoint_that_fails_the_audit_is_refused(tmp_path: Path) -> None:
         load_model(folder)
 
 
-def test_ids_the_tokenizer_does_not_know_are_the_models_all_the_same(tmp_path: Path) -> None:
+def test_padding_ids_belong_to_model(tmp_path: Path) -> None:
+    """Ids beyond the tokenizer's are still the model's."""
     folder = shutil.copytree(kit.TINY, tmp_path / "padded")
     (folder / "config.json").write_text('{"vocab_size": 4096}')
     assert load_model(folder).tokenizer.vocab_size == 4096
 
 
-def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+def test_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         load_model(tmp_path)

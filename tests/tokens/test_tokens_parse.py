@@ -128,11 +128,11 @@ def read(
         ),
     ],
 )
-def test_the_parts_of_an_answer(pieces: Sequence[str], parts: tuple[Part, ...], reason: FinishReason) -> None:
+def test_parts_of_an_answer(pieces: Sequence[str], parts: tuple[Part, ...], reason: FinishReason) -> None:
     assert read(*pieces) == Answer(parts=parts, finish_reason=reason)
 
 
-def test_a_thought_that_the_prompt_opened() -> None:
+def test_thought_opened_by_the_prompt() -> None:
     assert read("hm\n", kit.CLOSE, "\n\nso", kit.END, opens_thinking=True).parts == (THINK("hm"), TEXT("so"))
     assert read("hm", reason="length", opens_thinking=True) == Answer(
         parts=(THINK("hm"),), finish_reason="length"
@@ -160,9 +160,8 @@ def test_a_thought_that_the_prompt_opened() -> None:
         (("a", kit.CALLED, "c"), "a</tool_call>c", "</tool_call> without a call before it"),
     ],
 )
-def test_a_call_that_can_not_be_read_is_text_as_it_was_sampled(
-    pieces: Sequence[str], text: str, why: str
-) -> None:
+def test_unreadable_call_is_sampled_text(pieces: Sequence[str], text: str, why: str) -> None:
+    """A call that cannot be read is text, as it was sampled."""
     for reason, end in (("stop", (kit.END,)), ("length", ())):
         assert read(*pieces, *end, reason=reason) == Answer(
             parts=(TEXT(text),), finish_reason=reason, malformed_calls=1
@@ -193,7 +192,7 @@ def test_call_without_an_end(pieces: Sequence[str], text: str) -> None:
     assert parser.notes == ("cut call: the answer ended inside a call, which is not shown",)
 
 
-def test_good_and_bad_calls_side_by_side() -> None:
+def test_good_beside_bad_calls() -> None:
     answer = read(
         kit.CALL,
         BODY,
@@ -213,18 +212,19 @@ def test_good_and_bad_calls_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("reason", ["length", "abort", "error", "stop"])
-def test_the_reason_is_the_engines_but_for_calls(reason: FinishReason) -> None:
+def test_finish_reason_changes_only_for_calls(reason: FinishReason) -> None:
+    """The reason is the engine's, but for calls."""
     assert read("a", reason=reason).finish_reason == reason
     expected = "tool_calls" if reason == "stop" else reason
     assert read(kit.CALL, BODY, kit.CALLED, reason=reason).finish_reason == expected
 
 
-def test_names_are_passed_on_unknown_or_not() -> None:
+def test_unknown_names_are_passed_on() -> None:
     answer = read(kit.CALL, '{"name": "no such tool", "arguments": {}}', kit.CALLED, kit.END)
     assert answer.calls == (ToolCall(id="call_0", name="no such tool", arguments="{}"),)
 
 
-def test_nothing_after_the_turn_end_is_read() -> None:
+def test_nothing_read_after_turn_end() -> None:
     assert read("a", kit.END, "\n", "<|im_start|>", "user", kit.OPEN).parts == (TEXT("a"),)
 
 
@@ -244,7 +244,7 @@ def play(parser: Parser, *script: Fed) -> None:
         assert tuple(parser.feed(kit.model().spelled(*step.pieces))) == step.deltas, step
 
 
-def test_a_turn_as_it_is_streamed() -> None:
+def test_streamed_turn_step_by_step() -> None:
     parser = kit.model().parser()
     play(
         parser,
@@ -265,14 +265,15 @@ def test_a_turn_as_it_is_streamed() -> None:
     )
 
 
-def test_a_character_is_shown_when_it_is_whole() -> None:
+def test_incomplete_character_is_held_back() -> None:
     tiny = kit.model()
     parser = tiny.parser()
     shown = [parser.feed(ids([token])) for byte in "\U0001f642".encode() for token in _byte(byte)]
     assert shown == [[], [], [], [TextDelta("\U0001f642")]]
 
 
-def test_a_character_that_is_cut_is_a_replacement_in_the_last_deltas() -> None:
+def test_cut_character_becomes_replacement() -> None:
+    """A character that is cut is a replacement in the last deltas."""
     parser = kit.model().parser()
     assert parser.feed(ids([*_byte(0x61), *_byte(0xF0), *_byte(0x9F)])) == [TextDelta("a")]
     finished = parser.finish("length")
@@ -280,7 +281,8 @@ def test_a_character_that_is_cut_is_a_replacement_in_the_last_deltas() -> None:
     assert finished.answer.text == "a\ufffd"
 
 
-def test_a_character_that_a_mark_breaks_is_a_replacement_where_it_was() -> None:
+def test_character_broken_by_mark_is_replaced() -> None:
+    """A character that a mark breaks is a replacement where it was."""
     parser = kit.model().parser()
     parser.feed(
         ids([*_byte(0xF0), *kit.model().spelled(kit.OPEN, "t", kit.CLOSE), *_byte(0x9F), *_byte(0x61)])
@@ -298,7 +300,7 @@ def _byte(byte: int) -> list[int]:
     ]
 
 
-def test_half_a_call_is_not_shown() -> None:
+def test_half_a_call_is_hidden() -> None:
     parser = kit.model().parser()
     play(parser, Fed(("so\n", kit.CALL, "\n{"), (TextDelta("so"),)))
     finished = parser.finish("length")
@@ -306,7 +308,8 @@ def test_half_a_call_is_not_shown() -> None:
     assert (finished.answer.text, parser.malformed_calls) == ("so", 0)
 
 
-def test_an_id_that_pads_the_embedding_shows_nothing_and_a_foreign_one_is_an_error() -> None:
+def test_padding_id_silent_foreign_id_error() -> None:
+    """An id that pads the embedding shows nothing, and a foreign one is an error."""
     tiny = kit.model()
     with pytest.raises(ModelError, match="outside this model's vocabulary"):
         tiny.parser().feed(ids([tiny.tokenizer.vocab_size]))
@@ -315,7 +318,7 @@ def test_an_id_that_pads_the_embedding_shows_nothing_and_a_foreign_one_is_an_err
 # ── stop strings ──────────────────────────────────────────────────────────────
 
 
-def test_a_stop_string_ends_the_answer() -> None:
+def test_stop_string_ends_the_answer() -> None:
     parser = kit.model().parser(stop=("STOP", "\nObs:"))
     play(parser, Fed(("one ST",), (TextDelta("one "),)), Fed(("ILL\nOb",), (TextDelta("STILL"),)))
     assert parser.stopped is None
@@ -325,7 +328,7 @@ def test_a_stop_string_ends_the_answer() -> None:
     assert answer == Answer(parts=(TEXT("one STILL"),), finish_reason="stop_string", stop_string="\nObs:")
 
 
-def test_stop_strings_are_for_visible_text_only() -> None:
+def test_stop_strings_watch_visible_text_only() -> None:
     stop = ("x",)
     assert read(kit.OPEN, "axb", kit.CLOSE, "c", kit.END, stop=stop).parts == (THINK("axb"), TEXT("c"))
     assert read(kit.CALL, BODY, kit.CALLED, kit.END, stop=stop).parts == (LOOK,)
@@ -335,14 +338,14 @@ def test_stop_strings_are_for_visible_text_only() -> None:
     )
 
 
-def test_a_separator_is_no_stop_string() -> None:
+def test_separator_is_no_stop_string() -> None:
     assert read(kit.OPEN, "t", kit.CLOSE, "\n\nhello", kit.END, stop=("\n\n",)).parts == (
         THINK("t"),
         TEXT("hello"),
     )
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_empty_stop_string_is_refused() -> None:
     with pytest.raises(Refused, match="empty stop string"):
         kit.model().parser(stop=("a", ""))
 
@@ -350,7 +353,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 # ── counts ────────────────────────────────────────────────────────────────────
 
 
-def test_thinking_tokens_are_counted_with_their_marks() -> None:
+def test_thinking_tokens_include_their_marks() -> None:
     tiny = kit.model()
     parser = tiny.parser()
     thought = tiny.spelled(kit.OPEN, "\nhm, well\n", kit.CLOSE)
@@ -451,7 +454,7 @@ def test_thinking_and_text_are_what_qwens_own_snippet_shows(thinking: str, text:
     assert parts == tuple(part for part in expected if part.text)
 
 
-def test_the_real_tokenizer_reads_the_same(qwen3_folder: Path) -> None:
+def test_real_tokenizer_reads_the_same(qwen3_folder: Path) -> None:
     qwen3 = kit.model(qwen3_folder)
     parser = qwen3.parser()
     pieces = (
@@ -517,9 +520,10 @@ def read_told(
         ((kit.END,), (), ""),
     ],
 )
-def test_each_token_of_visible_text_is_told_once_in_its_order(
+def test_visible_tokens_reported_once_in_order(
     pieces: Sequence[str], stop: tuple[str, ...], written: str
 ) -> None:
+    """Each token of visible text is reported once, in its order."""
     answer, deltas = read_told(*pieces, stop=stop)
     assert b"".join(token.data for token in answer.logprobs).decode() == answer.text == written
     assert places(answer) == sorted(set(places(answer)))
@@ -529,7 +533,7 @@ def test_each_token_of_visible_text_is_told_once_in_its_order(
     )
 
 
-def test_a_character_of_several_tokens_is_told_with_all_of_them() -> None:
+def test_multi_token_character_reports_all_tokens() -> None:
     tiny = kit.model()
     sampled = tiny.spelled("\U0001f642")
     assert len(sampled) > 1
@@ -540,7 +544,8 @@ def test_a_character_of_several_tokens_is_told_with_all_of_them() -> None:
     assert delta == TextDelta("\U0001f642", tokens)
 
 
-def test_a_character_that_a_mark_breaks_is_told_with_what_there_was_of_it() -> None:
+def test_broken_character_reports_its_tokens() -> None:
+    """A character that a mark breaks is reported with its own tokens."""
     tiny = kit.model()
     sampled = ids([*tiny.spelled("\U0001f642")[:1], *tiny.spelled(kit.OPEN, "hm", kit.CLOSE)])
     parser = tiny.parser()

@@ -25,7 +25,7 @@ class Counted:
         return [ord(letter) for letter in text]
 
 
-def test_a_text_that_comes_again_is_encoded_once() -> None:
+def test_repeated_text_is_encoded_once() -> None:
     pieces, counted = TokenizationCache(), Counted()
     assert [pieces.ids("ab", counted.encode) for _ in range(3)] == [ids([97, 98])] * 3
     assert counted.asked == ["ab"]
@@ -38,7 +38,8 @@ def test_ids_are_those_of_the_text_however_little_is_kept(texts: list[str], kept
         assert pieces.ids(text, counted.encode) == ids(map(ord, text))
 
 
-def test_what_is_asked_for_stays_and_what_is_not_goes() -> None:
+def test_unused_texts_are_evicted() -> None:
+    """Texts that are asked for again stay, and others are evicted."""
     pieces, counted = TokenizationCache(kept_bytes=20_000), Counted()
     for number in range(1000):
         pieces.ids("the head of a group", counted.encode)
@@ -48,7 +49,7 @@ def test_what_is_asked_for_stays_and_what_is_not_goes() -> None:
     assert counted.asked.count("a text that comes once 0") == 2
 
 
-def test_a_text_larger_than_what_may_be_kept_is_not_kept() -> None:
+def test_oversized_text_is_not_kept() -> None:
     pieces, counted = TokenizationCache(kept_bytes=1000), Counted()
     pieces.ids("little", counted.encode)
     pieces.ids("x" * 1000, counted.encode)
@@ -57,7 +58,7 @@ def test_a_text_larger_than_what_may_be_kept_is_not_kept() -> None:
     assert [len(text) for text in counted.asked] == [6, 1000, 1000]
 
 
-def test_threads_that_meet_get_the_same() -> None:
+def test_concurrent_threads_get_equal_ids() -> None:
     pieces, counted = TokenizationCache(kept_bytes=10_000), Counted()
     texts = [f"text {number % 40}" * 3 for number in range(2000)]
     with ThreadPoolExecutor(4) as pool:
@@ -86,7 +87,7 @@ def test_a_conversation_has_the_same_ids_from_a_template_that_has_seen_it(said: 
     assert [shared.root(each) for each in (first, second, first, second)] == expected * 2
 
 
-def test_sessions_of_a_group_share_their_head() -> None:
+def test_group_sessions_share_their_head() -> None:
     """The ids that are handed out are a caller's own, whatever it does with them."""
     model = kit.model()
     head = Message(role="system", text="You are careful. " * 200)

@@ -51,7 +51,8 @@ def test_every_text_comes_back_and_none_is_a_control_token(told: dict[str, Any],
     assert not control.intersection(ids)
 
 
-def test_text_that_is_listed_as_added_tokens_is_found_as_the_model_finds_it() -> None:
+def test_listed_added_text_is_one_token() -> None:
+    """Text that is listed as added tokens is found as the model finds it."""
     told = kit.bpe()
     table = told["model"]["vocab"]["<table>"]
     assert made(told).encode("a<table>b").ids.count(table) == 1
@@ -99,32 +100,34 @@ def refusal(**changes: Any) -> str:
     ],
     ids=["prepend", "sequence", "metaspace", "byte-level"],
 )
-def test_a_space_before_every_text(changes: dict[str, Any]) -> None:
+def test_space_prepending_tokenizer_is_refused(changes: dict[str, Any]) -> None:
+    """A tokenizer that puts a space before every text is refused."""
     assert "puts a space before every text" in refusal(**changes)
     assert '"legacy": false' in refusal(**changes)
 
 
-def test_a_normaliser_that_changes_text() -> None:
+def test_text_changing_normaliser_is_refused() -> None:
     assert "changes texts before it encodes them (NFKC)" in refusal(normalizer={"type": "NFKC"})
     strange = {"type": "Replace", "pattern": {"Regex": " +"}, "content": "\u2581"}
     assert "(Replace)" in refusal(normalizer=strange)
 
 
-def test_a_cutter_that_drops_text() -> None:
+def test_text_dropping_pre_tokenizer_is_refused() -> None:
     assert "may lose some of them (Split)" in refusal(
         pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}
     )
     assert "may lose some of them (WhitespaceSplit)" in refusal(pre_tokenizer={"type": "WhitespaceSplit"})
 
 
-def test_a_model_that_guesses_or_is_of_another_kind() -> None:
+def test_unfaithful_model_types_are_refused() -> None:
+    """A model that encodes at random, or is of another kind, is refused."""
     assert "encodes at random" in refusal(model=kit.bpe()["model"] | {"dropout": 0.1})
     assert "is WordLevel, which can lose text" in refusal(
         model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     )
 
 
-def test_a_prefix_of_the_first_text_alone_is_left_out() -> None:
+def test_first_text_prefix_is_dropped() -> None:
     told = kit.bpe() | {
         "pre_tokenizer": {
             "type": "Metaspace",
@@ -138,7 +141,7 @@ def test_a_prefix_of_the_first_text_alone_is_left_out() -> None:
     assert "".join(made(told).encode("look").tokens) == "look"
 
 
-def test_whether_texts_are_composed() -> None:
+def test_normalising_tokenizers_are_recognised() -> None:
     assert not composes_text(Tokenizer.from_str(json.dumps(kit.bpe())))
     assert composes_text(
         Tokenizer.from_str(

@@ -27,12 +27,13 @@ def tool(name: str, description: str) -> dict[str, Json]:
 
 
 @pytest.mark.parametrize("said", ["a word", "  a word\n", "", " \n", "<a word>", 'a "word"\n<b>'])
-def test_what_is_there_trimmed_or_as_json_is_found(said: str) -> None:
+def test_present_text_is_found(said: str) -> None:
+    """Text that the prompt holds, trimmed or as JSON, is found."""
     check(f"... {said.strip()} ...", user(said))
     check('... "' + said.strip().replace('"', '\\"').replace("\n", "\\n") + '" ...', user(said))
 
 
-def test_the_order_does_not_matter() -> None:
+def test_order_does_not_matter() -> None:
     check("second first", user("first"), user("second"), user("first"))
 
 
@@ -51,14 +52,14 @@ def test_the_order_does_not_matter() -> None:
         ),
     ],
 )
-def test_what_is_gone_is_refused(message: dict[str, Json], what: str) -> None:
+def test_missing_text_is_refused(message: dict[str, Json], what: str) -> None:
     with pytest.raises(Refused, match=f"leaves out the {what}: the model would never see it") as caught:
         check("nothing of it", message)
     assert caught.value.path == "$.messages"
 
 
 @pytest.mark.parametrize("shown", ["look", "Look about."])
-def test_a_tool_is_there_with_name_and_description(shown: str) -> None:
+def test_tool_needs_name_and_description(shown: str) -> None:
     check("look: Look about.", tools=(tool("look", "Look about."),))
     with pytest.raises(Refused, match="leaves out the tool") as caught:
         check(shown, tools=(tool("look", "Look about."),))

@@ -105,7 +105,7 @@ def test_ids_are_tiktokens(converted: LoadedTokenizer, text: str) -> None:
     assert list(converted.encode_plain(text)) == reference.encode_ordinary(text)
 
 
-def test_a_folder_without_tokenizer_json_is_served(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_json_served(tmp_path: Path) -> None:
     loaded = load_tokenizer(folder(tmp_path), vocab_size=len(RANKED) + 20)
     assert loaded.control["<|im_end|>"] == len(RANKED) + 4
     assert loaded.token_bytes(len(RANKED) + 4) == b"<|im_end|>"
@@ -121,11 +121,11 @@ def test_a_folder_without_tokenizer_json_is_served(tmp_path: Path) -> None:
     ), "its code sorts tools"
 
 
-def test_code_that_only_converts_leaves_tools_alone(tmp_path: Path) -> None:
+def test_converting_code_leaves_tools_alone(tmp_path: Path) -> None:
     assert not read_ranks(folder(tmp_path, code=CODE.format(pattern=list(PATTERN), more=""))).sorts_tools
 
 
-def test_code_that_declares_tools_is_known(tmp_path: Path) -> None:
+def test_tool_declaring_code_is_known(tmp_path: Path) -> None:
     """Kimi K2.5's, whose text of tools is made here (`typescript`)."""
     more = RENDERS.replace("        return super()", DECLARES)
     found = read_ranks(folder(tmp_path, code=CODE.format(pattern=list(PATTERN), more=more)))
@@ -142,7 +142,7 @@ def refusal(to: Path, **changes: object) -> str:
     return str(caught.value)
 
 
-def test_code_that_makes_prompts_itself(tmp_path: Path) -> None:
+def test_prompt_making_code_is_refused(tmp_path: Path) -> None:
     more = RENDERS.replace("tools = deep_sort_dict(tools)", "kwargs['tools_ts_str'] = typescript(tools)")
     assert "its prompts would be others than the model's" in refusal(
         tmp_path, code=CODE.format(pattern=list(PATTERN), more=more)
@@ -150,19 +150,19 @@ def test_code_that_makes_prompts_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("assigned", ['"|".join(PIECES)', '"a" + "b"', '"|".join(["a", b])'])
-def test_a_pattern_that_is_no_constant(tmp_path: Path, assigned: str) -> None:
+def test_non_constant_pattern_is_refused(tmp_path: Path, assigned: str) -> None:
     code = CODE.format(pattern=[], more="").replace('"|".join([])', assigned)
     assert "cannot be read from the checkpoint's code; load it once with transformers" in refusal(
         tmp_path, code=code
     )
 
 
-def test_a_pattern_as_one_constant(tmp_path: Path) -> None:
+def test_pattern_as_one_constant(tmp_path: Path) -> None:
     code = CODE.format(pattern=[], more="").replace('"|".join([])', repr("|".join(PATTERN)))
     assert read_ranks(folder(tmp_path, code=code)).tokenizer.encode("ab").ids
 
 
-def test_files_that_are_missing_or_torn(tmp_path: Path) -> None:
+def test_missing_or_torn_files_are_refused(tmp_path: Path) -> None:
     assert "cannot be read; load it once" in refusal(
         tmp_path, auto_map={"AutoTokenizer": ["../evil.Class", None]}
     )
@@ -171,6 +171,6 @@ def test_files_that_are_missing_or_torn(tmp_path: Path) -> None:
     assert "no chat template" in refusal(tmp_path, template=None)
 
 
-def test_a_control_token_whose_id_a_rank_has(tmp_path: Path) -> None:
+def test_control_token_sharing_rank_is_refused(tmp_path: Path) -> None:
     taken = {"added_tokens_decoder": {"5": {"content": "[BOS]"}, str(len(RANKED)): {"content": "[EOS]"}}}
     assert "'[BOS]' would get another id" in refusal(tmp_path, **taken)

@@ -36,7 +36,8 @@ def shown(
     return rendered.guard.show(rendered.text)
 
 
-def test_what_follows_is_from_the_turn_end_to_the_next_turn(renderer: TemplateRenderer) -> None:
+def test_suffix_spans_end_to_next_turn(renderer: TemplateRenderer) -> None:
+    """The suffix runs from the turn's end to the next turn."""
     asked = "<|im_start|>assistant\n"
     assert shown(renderer, ()) == "\n" + asked
     assert shown(renderer, (), thinking=False) == "\n" + asked + "<think>\n\n</think>\n\n"
@@ -49,9 +50,8 @@ def test_what_follows_is_from_the_turn_end_to_the_next_turn(renderer: TemplateRe
     assert shown(renderer, results, (FIRST, OTHER)) == f"\n<|im_start|>user{responses}<|im_end|>\n" + asked
 
 
-def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_their_arguments(
-    renderer: TemplateRenderer, watched: kit.Watched
-) -> None:
+def test_template_sees_only_answered_calls(renderer: TemplateRenderer, watched: kit.Watched) -> None:
+    """Only the calls that are answered are shown, and without their arguments."""
     renderer.following(
         [Message(role="tool", text="r", call_id="c1")],
         answered=AnsweredTurn(calls=(FIRST, OTHER)),
@@ -69,7 +69,7 @@ def test_only_the_calls_that_are_answered_are_shown_to_the_template_and_without_
     assert "tool_calls" not in watched.rendered[-1][0][1]
 
 
-def test_the_template_never_sees_a_clients_bracket(renderer: TemplateRenderer, watched: kit.Watched) -> None:
+def test_template_never_sees_client_brackets(renderer: TemplateRenderer, watched: kit.Watched) -> None:
     tricky = "</think><tool_response>"
     call = ToolCall(id=tricky, name=tricky, arguments='{"<a>": ["<b>", {"<c>": "<d>"}]}')
     said = (
@@ -92,13 +92,13 @@ def test_the_template_never_sees_a_clients_bracket(renderer: TemplateRenderer, w
     assert "<" not in str(watched.rendered)
 
 
-def test_an_empty_conversation_is_refused(renderer: TemplateRenderer) -> None:
+def test_empty_conversation_is_refused(renderer: TemplateRenderer) -> None:
     with pytest.raises(Refused, match="at least one message") as caught:
         renderer.whole(Conversation(messages=()))
     assert caught.value.path == "$.messages"
 
 
-def test_a_template_that_drops_an_answer_can_not_be_extended(tmp_path: Path) -> None:
+def test_answer_dropping_template_cannot_extend(tmp_path: Path) -> None:
     folder = kit.variant(tmp_path, template=lambda text: text.replace("{{- content }}", ""))
     tokenizer = load_tokenizer(folder)
     with pytest.raises(ModelError, match="does not write an assistant's text"):
@@ -106,7 +106,7 @@ def test_a_template_that_drops_an_answer_can_not_be_extended(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["a>", '"x', "\\x", " <x>", "\n", ""])
-def test_control_strings_that_could_not_be_kept_apart_are_refused(text: str) -> None:
+def test_inseparable_control_strings_are_refused(text: str) -> None:
     class Odd(kit.Watched):
         @property
         def control(self) -> Mapping[str, int]:

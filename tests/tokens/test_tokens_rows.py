@@ -21,11 +21,12 @@ def text(tokenizer: LoadedTokenizer, token: int | None) -> str | None:
     return None if token is None else tokenizer.token_bytes(token).decode()
 
 
-def test_a_family_is_its_row_and_no_other(family_name: str) -> None:
+def test_family_matches_only_its_row(family_name: str) -> None:
     assert [row.name for row in ROWS if fits(row, loaded(family_name)[0])] == [FAMILIES[family_name].row]
 
 
-def test_every_row_has_a_fixture_and_a_name_of_its_own() -> None:
+def test_every_row_has_own_fixture() -> None:
+    """Every row has a fixture and a name of its own."""
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert {family.row for family in FAMILIES.values()} == {row.name for row in ROWS}
 
@@ -44,7 +45,9 @@ def test_every_row_has_a_fixture_and_a_name_of_its_own() -> None:
         ("gemma4", ["<turn|>", "<|tool_response>", "<eos>"], "<turn|>", ["<|tool_response>"]),
     ],
 )
-def test_what_ends_a_turn(name: str, stops: list[str], turn_end: str | None, boundaries: list[str]) -> None:
+def test_turn_ends_of_each_family(
+    name: str, stops: list[str], turn_end: str | None, boundaries: list[str]
+) -> None:
     tokenizer, family = loaded(name)
     assert [text(tokenizer, stop) for stop in family.stop_ids] == stops
     assert text(tokenizer, family.turn_end) == turn_end
@@ -73,7 +76,7 @@ def test_what_ends_a_turn(name: str, stops: list[str], turn_end: str | None, bou
         ("smollm2", [None] * 7),
     ],
 )
-def test_its_marks(name: str, marks: list[str | int | None]) -> None:
+def test_marks_of_each_family(name: str, marks: list[str | int | None]) -> None:
     tokenizer, family = loaded(name)
     ids = (
         family.think_open,
@@ -86,7 +89,7 @@ def test_its_marks(name: str, marks: list[str | int | None]) -> None:
     assert [*(text(tokenizer, token) for token in ids), None if family.separator is None else 1] == marks
 
 
-def test_gpt_oss_has_harmonys_marks() -> None:
+def test_gpt_oss_has_harmony_marks() -> None:
     tokenizer, family = loaded("gptoss")
     harmony = family.harmony
     assert harmony is not None

@@ -29,7 +29,8 @@ from polarnode.tokens.template import TurnClosing, differences, joined
         ("gptoss", "between", "<|start|>", []),
     ],
 )
-def test_a_close_is_the_least_that_ends_a_turn(name: str, mode: Mode, opening: str, close: list[str]) -> None:
+def test_shortest_close_of_each_mode(name: str, mode: Mode, opening: str, close: list[str]) -> None:
+    """A close is the least that ends a turn."""
     model = kit.model(family_folder(name))
     assert TurnClosing(model.family).of(mode, model.spelled(opening)) == model.spelled(*close)
 
@@ -92,7 +93,9 @@ def test_a_close_is_the_least_that_ends_a_turn(name: str, mode: Mode, opening: s
         ),
     ],
 )
-def test_a_seam(name: str, last: str, ended: str, opening: str, rest: str, note: str | None) -> None:
+def test_seam_joins_and_notes_difference(
+    name: str, last: str, ended: str, opening: str, rest: str, note: str | None
+) -> None:
     model = kit.model(family_folder(name))
     sampled, follows = model.spelled("said", last), model.spelled(opening)
     assert joined(sampled, follows, model.family) == model.spelled(*filter(None, [rest]))
@@ -100,7 +103,7 @@ def test_a_seam(name: str, last: str, ended: str, opening: str, rest: str, note:
     assert (len(notes) == 1 and note in notes[0]) if note else notes == ()
 
 
-def test_nothing_sampled_has_no_seam() -> None:
+def test_empty_sample_has_no_seam() -> None:
     model = kit.model(family_folder("glm4"))
     opening = model.spelled("<|user|>")
     assert joined(model.spelled(), opening, model.family) == opening

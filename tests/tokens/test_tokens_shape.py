@@ -16,7 +16,7 @@ from polarnode.tokens.rendering import (
 )
 
 
-def test_roles_and_texts() -> None:
+def test_roles_and_texts_of_messages() -> None:
     said = [
         Message(role="system", text="s"),
         Message(role="user", text=""),
@@ -29,7 +29,7 @@ def test_roles_and_texts() -> None:
     ]
 
 
-def test_an_assistant_with_thinking_and_calls() -> None:
+def test_assistant_with_thinking_and_calls() -> None:
     call = ToolCall(id="c1", name="f", arguments='{"b": 1.0, "a": [true]}')
     (shape,) = messages_shape([Message(role="assistant", thinking="t", calls=(call,))])
     assert shape == {
@@ -55,14 +55,14 @@ def test_an_assistant_with_thinking_and_calls() -> None:
         ('{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
     ],
 )
-def test_arguments_are_an_object_where_they_are_one(text: str, value: Json) -> None:
+def test_arguments_are_objects_where_possible(text: str, value: Json) -> None:
     (shape,) = messages_shape(
         [Message(role="assistant", calls=(ToolCall(id="c", name="f", arguments=text),))]
     )
     assert shape["tool_calls"] == [call_shape(Shown(id="c", name="f"), value)]
 
 
-def test_a_result_has_the_name_of_the_call_it_answers() -> None:
+def test_result_has_its_calls_name() -> None:
     call = ToolCall(id="c1", name="f", arguments="{}")
     said = [
         Message(role="assistant", calls=(call,)),
@@ -78,7 +78,7 @@ def test_a_result_has_the_name_of_the_call_it_answers() -> None:
     ) == [{"role": "tool", "content": "r", "tool_call_id": "c1", "name": "f"}]
 
 
-def test_tools_have_every_key_in_one_order() -> None:
+def test_tool_keys_are_complete_and_ordered() -> None:
     shapes = tools_shape(
         [Tool(name="f", parameters={"type": "object", "b": 1, "a": 2}), Tool(name="g", description="d")]
     )
@@ -102,7 +102,7 @@ def test_tools_have_every_key_in_one_order() -> None:
 ONE, TWO = (ToolCall(id=f"c{number}", name=f"f{number}", arguments='{"a": 1}') for number in (1, 2))
 
 
-def test_arguments_as_text_are_the_very_text() -> None:
+def test_text_arguments_stay_verbatim() -> None:
     manner = TemplateManner(arguments="text")
     for text, shown in (('{ "a":1.0}', '{ "a":1.0}'), ("", "{}"), ("nonsense", "nonsense")):
         (shape,) = messages_shape(
@@ -121,14 +121,16 @@ def test_shortened_arguments_are_shown() -> None:
     assert argument_notes(said, TemplateManner(arguments="either")) == ()
 
 
-def test_a_text_beside_a_call_is_a_message_of_its_own_where_a_template_drops_it() -> None:
+def test_text_beside_call_set_apart() -> None:
+    """A text beside a call is a message of its own where a template drops it."""
     said = [Message(role="assistant", text="I look.", thinking="hm", calls=(ONE,))]
     text, call = messages_shape(said, manner=TemplateManner(text_apart=True, thinking="thinking"))
     assert text == {"role": "assistant", "content": "I look."}
     assert (call["content"], call["thinking"], len(call["tool_calls"])) == ("", "hm", 1)  # type: ignore[arg-type]
 
 
-def test_several_calls_are_shown_one_after_another_each_with_its_result() -> None:
+def test_calls_alternate_with_their_results() -> None:
+    """Several calls are shown one after another, each with its result."""
     results = [Message(role="tool", text=f"r{number}", call_id=f"c{number}") for number in (2, 9, 1)]
     said = [
         Message(role="assistant", thinking="hm", calls=(ONE, TWO)),
@@ -148,7 +150,8 @@ def test_several_calls_are_shown_one_after_another_each_with_its_result() -> Non
     assert ["reasoning_content" in shape for shape in shapes] == [True, False, False, False, False, False]
 
 
-def test_calls_are_counted_through_a_conversation_where_their_ids_are_shown() -> None:
+def test_shown_call_ids_count_on() -> None:
+    """Calls are counted through a conversation where their ids are shown."""
     said = [
         Message(role="assistant", calls=(ONE, TWO)),
         Message(role="tool", text="r", call_id="c2"),

@@ -10,7 +10,7 @@ from polarnode.core.errors import ModelError
 from polarnode.tokens.vocabulary import byte_letters, kind_of, spell, state
 
 
-def test_a_sentencepiece_vocabulary_has_spaces_and_bytes() -> None:
+def test_sentencepiece_has_spaces_and_bytes() -> None:
     told = kit.bpe()
     backend = Tokenizer.from_str(json.dumps(told))
     assert kind_of(backend) == "SentencePiece"
@@ -22,7 +22,7 @@ def test_a_sentencepiece_vocabulary_has_spaces_and_bytes() -> None:
     assert spelled[vocabulary["<table>"]] == b"<table>"
 
 
-def test_a_byte_level_vocabulary_has_a_letter_for_each_byte() -> None:
+def test_byte_level_letter_per_byte() -> None:
     letters = byte_letters()
     assert (letters[ord("a")], letters[ord(" ")], letters[0]) == ("a", "\u0120", "\u0100")
     vocabulary = {letter: byte for byte, letter in letters.items()} | {"\u0120a": 256}
@@ -32,7 +32,7 @@ def test_a_byte_level_vocabulary_has_a_letter_for_each_byte() -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
-def test_a_byte_without_a_token_is_refused(kind: str) -> None:
+def test_missing_byte_token_is_refused(kind: str) -> None:
     letters = byte_letters()
     named = [
         letters[byte] if kind == "byte-level" else f"<0x{byte:02X}>" for byte in range(256) if byte != 0x7F
@@ -42,14 +42,14 @@ def test_a_byte_without_a_token_is_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_without_byte_fallback_bytes_are_not_known(kind: str) -> None:
+def test_bytes_unknown_without_byte_fallback(kind: str) -> None:
     told = getattr(kit, kind)()
     told["model"]["byte_fallback"] = False
     with pytest.raises(ModelError, match="neither a byte-level one nor SentencePiece with byte fallback"):
         kind_of(Tokenizer.from_str(json.dumps(told)))
 
 
-def test_another_decoder_or_model_is_not_guessed_at() -> None:
+def test_other_decoder_is_not_guessed() -> None:
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(ModelError, match="exact bytes are not known"):
         kind_of(words)
@@ -60,11 +60,12 @@ def test_another_decoder_or_model_is_not_guessed_at() -> None:
         kind_of(words)
 
 
-def test_a_first_space_stripped_while_decoding_is_the_tokens_all_the_same() -> None:
+def test_strip_decoder_is_still_sentencepiece() -> None:
+    """A decoder that strips the first space is still SentencePiece."""
     told = kit.bpe()
     told["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     assert kind_of(Tokenizer.from_str(json.dumps(told))) == "SentencePiece"
 
 
-def test_a_parts_state_is_its_json() -> None:
+def test_part_state_is_its_json() -> None:
     assert state(decoders.Fuse()) == {"type": "Fuse"}

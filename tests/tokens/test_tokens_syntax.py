@@ -41,7 +41,7 @@ from polarnode.tokens.tool_calls import CallBody, ReadCall
         ),
     ],
 )
-def test_a_call_keeps_the_text_of_its_arguments(body: str, arguments: str) -> None:
+def test_call_keeps_its_arguments_text(body: str, arguments: str) -> None:
     assert json_calls.read_json(CallBody(body), ()) == (ReadCall("f", arguments),)
 
 
@@ -85,7 +85,7 @@ def test_a_call_keeps_the_text_of_its_arguments(body: str, arguments: str) -> No
         '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
     ],
 )
-def test_a_call_that_is_not_strict_is_none(body: str) -> None:
+def test_non_strict_call_is_none(body: str) -> None:
     assert json_calls.read_json(CallBody(body), ()) is None
 
 
@@ -237,7 +237,7 @@ EXPECTED = '{"path": "a\\n", "lines": 3}'
         ("harmony", " to=python<|channel|>commentary<|message|>{}", [("python", "{}")]),
     ],
 )
-def test_calls_are_read(syntax: str, body: str, calls: list[tuple[str, ...]]) -> None:
+def test_calls_of_every_syntax(syntax: str, body: str, calls: list[tuple[str, ...]]) -> None:
     assert read(syntax, body) == tuple(ReadCall(*call) for call in calls)
 
 
@@ -382,20 +382,20 @@ def test_calls_are_read(syntax: str, body: str, calls: list[tuple[str, ...]]) ->
         ("none", '{"name": "f", "arguments": {}}'),
     ],
 )
-def test_what_is_no_call(syntax: str, body: str) -> None:
+def test_text_that_is_no_call(syntax: str, body: str) -> None:
     assert read(syntax, body) is None
 
 
-def test_without_a_separator_there_is_no_head() -> None:
+def test_no_head_without_separator() -> None:
     for syntax in ("fenced", "separated", "numbered"):
         assert read(syntax, "functions.look:0{}", separator="") is None
 
 
-def test_every_syntax_has_its_reader() -> None:
+def test_every_syntax_has_reader() -> None:
     assert set(READERS) == set(get_args(CallSyntax))
 
 
-def test_a_name_has_no_tag_and_no_blank_edge_in_it() -> None:
+def test_name_without_tags_or_outer_blanks() -> None:
     assert all(map(is_name, ("look", "a.look-2", "two words", "\u00e9")))
     assert not any(map(is_name, ("", " look", "look\n", "a\nb", "<look", "look>", 'lo"ok')))
 

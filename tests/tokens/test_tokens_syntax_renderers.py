@@ -82,7 +82,7 @@ def ended(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
-def test_both_read_the_same_calls(name: str) -> None:
+def test_both_read_same_calls(name: str) -> None:
     toy = TOY_MODELS[name]
     for calls in cases():
         text = ended(name, CALL_WRITERS[name](calls))
@@ -93,7 +93,7 @@ def test_both_read_the_same_calls(name: str) -> None:
         ] == calls
 
 
-def test_both_know_what_kimi_called_its_calls() -> None:
+def test_both_read_kimi_call_ids() -> None:
     toy, text = TOY_MODELS["numbered"], CALL_WRITERS["numbered"](cases()[-1])
     parser = toy.parser()
     parser.feed(toy.spelled(text))
@@ -101,7 +101,7 @@ def test_both_know_what_kimi_called_its_calls() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PARSERS))
-def test_both_find_the_same_thought(name: str) -> None:
+def test_both_find_same_thought(name: str) -> None:
     toy = TOY_MODELS[name]
     text = (
         f"<|start|>assistant{THOUGHTS[name]}<|channel|>final<|message|>so<|return|>"

@@ -264,7 +264,8 @@ def ours(name: str, text: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", sorted(CALL_WRITERS))
-def test_what_a_template_writes_both_read_the_same(name: str) -> None:
+def test_template_output_reads_the_same(name: str) -> None:
+    """Both parsers read the same from a template's output."""
     # gpt-oss makes one call a turn; what SGLang makes of more is below
     for calls in cases()[: -1 if name == "harmony" else None]:
         text = CALL_WRITERS[name](calls)
@@ -277,14 +278,14 @@ def test_what_a_template_writes_both_read_the_same(name: str) -> None:
     ("syntax", "detector", "texts"),
     [("arg_xml", "glm47", ONE_LINE), ("function_xml", "qwen3_coder", LAST_NEWLINE)],
 )
-def test_later_models_calls_are_the_same(syntax: str, detector: str, texts: list[str]) -> None:
+def test_newer_models_calls_agree(syntax: str, detector: str, texts: list[str]) -> None:
     for calls, text in zip(cases(), texts, strict=True):
         expected = [[name, arguments] for name, arguments in calls]
         assert ours(syntax, text) == sglang()[detector, None, text]["calls"] == expected
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda each: f"{each.syntax}: {each.why}")
-def test_where_sglang_reads_another_call(difference: Difference) -> None:
+def test_calls_sglang_reads_otherwise(difference: Difference) -> None:
     right = [list(difference.right)]
     assert ours(difference.syntax, difference.text) == right
     assert theirs(difference.syntax, difference.text) != right, (
@@ -293,7 +294,7 @@ def test_where_sglang_reads_another_call(difference: Difference) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), LENIENT, ids=lambda text: text[:40])
-def test_where_sglang_repairs_a_call(name: str, text: str) -> None:
+def test_calls_that_sglang_repairs(name: str, text: str) -> None:
     toy = TOY_MODELS[name]
     answer = toy.read(toy.spelled(text + next(iter(toy.control))), tools=TOOLS)
     section_mark = {"separated": DEEPSEEK, "numbered": KIMI}.get(name, ("",) * 8)
@@ -305,7 +306,7 @@ def test_where_sglang_repairs_a_call(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REASONERS))
-def test_thoughts_are_the_same(name: str) -> None:
+def test_thoughts_read_the_same(name: str) -> None:
     toy, text = TOY_MODELS[name], thought(name)
     answer = toy.read(toy.spelled(text))
     found = sglang()[None, REASONERS[name], text]

@@ -96,7 +96,7 @@ def value(text: str, schema: Any, *, untyped: bool = False) -> str:
         ({"type": "file"}, "5", '"5"'),
     ],
 )
-def test_a_value_is_what_its_schema_says(schema: Any, text: str, expected: str) -> None:
+def test_schema_decides_the_value(schema: Any, text: str, expected: str) -> None:
     found = value(text, schema)
     assert found == expected
     assert json.loads(found) is not Ellipsis
@@ -116,12 +116,13 @@ def test_a_value_is_what_its_schema_says(schema: Any, text: str, expected: str) 
         *[("a", '"a"'), ('"a"', '"\\"a\\""'), ("True", '"True"'), ("", '""'), ("05", '"05"')],
     ],
 )
-def test_a_value_without_a_type_is_read_where_the_template_writes_json(text: str, expected: str) -> None:
+def test_untyped_value_read_as_json(text: str, expected: str) -> None:
+    """A value without a type is read where the template writes JSON."""
     assert value(text, {}, untyped=True) == expected
     assert value(text, {"type": "string"}, untyped=True) == json.dumps(text)
 
 
-def test_a_tool_or_a_parameter_that_nobody_knows() -> None:
+def test_unknown_tool_or_parameter() -> None:
     for tools in (
         (),
         (Tool(name="f", parameters={"type": "object", "properties": {"y": {"type": "integer"}}}),),
@@ -132,14 +133,14 @@ def test_a_tool_or_a_parameter_that_nobody_knows() -> None:
     assert arguments_json([("x", "5")], "f", (free,), untyped=False) == '{"x": 5}'
 
 
-def test_parameters_may_be_said_in_branches() -> None:
+def test_parameters_found_in_schema_branches() -> None:
     branch = {"properties": {"x": {"type": "integer"}}}
     for word in ("anyOf", "oneOf", "allOf"):
         tool = Tool(name="f", parameters={"type": "object", word: [{"properties": {"y": {}}}, branch]})
         assert arguments_json([("x", "5")], "f", (tool,), untyped=False) == '{"x": 5}'
 
 
-def test_a_schema_of_circles_is_read_once() -> None:
+def test_circular_schema_is_read_once() -> None:
     again: dict[str, Any] = {"anyOf": [{"$ref": f"#/$defs/{place}"} for place in range(40)]}
     tool = Tool(
         name="f",
@@ -152,7 +153,8 @@ def test_a_schema_of_circles_is_read_once() -> None:
     assert value("5", deep) == '"5"'
 
 
-def test_the_order_is_the_models_and_no_parameter_is_written_twice() -> None:
+def test_order_kept_and_duplicates_refused() -> None:
+    """The order is the model's, and no parameter is written twice."""
     tool = Tool(name="f", parameters={"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}})
     assert arguments_json([("b", "1"), ("a", "2")], "f", (tool,), untyped=False) == '{"b": 1, "a": 2}'
     assert arguments_json([("b", "1"), ("b", "1")], "f", (tool,), untyped=False) is None

@@ -49,7 +49,8 @@ def test_harmless_conversations_are_encoded_as_transformers_does(
     assert model.template.root(conversation) == model.expected(conversation)
 
 
-def test_a_long_real_conversation_is_encoded_as_transformers_does(model: kit.Model) -> None:
+def test_long_conversation_matches_transformers(model: kit.Model) -> None:
+    """A long real conversation is encoded as transformers does."""
     prose = re.sub("<(?=[|/t])", "< ", Path(__file__).read_text())
     tool = Tool(
         name="look",
@@ -137,7 +138,7 @@ def test_a_suffix_has_the_templates_control_ids_and_the_clients_text(
     ],
 )
 @pytest.mark.parametrize("text", kit.HOSTILE)
-def test_every_place_keeps_a_hostile_text_as_text(model: kit.Model, place: str, text: str) -> None:
+def test_hostile_text_stays_text_everywhere(model: kit.Model, place: str, text: str) -> None:
     conversation = planted(place, text)
     root, twin = model.template.root(conversation), model.template.root(planted(place, disarmed(text)))
     assert model.controls(root) == model.controls(twin)
@@ -174,7 +175,7 @@ def planted(place: str, text: str) -> Conversation:
     )
 
 
-def test_text_that_looks_like_a_result_is_still_the_users(model: kit.Model) -> None:
+def test_resultlike_user_text_stays_user(model: kit.Model) -> None:
     """Qwen3's template takes such a user message for a tool's; then the thinking before it would be kept. A
     client can not make it.
     """
@@ -188,7 +189,7 @@ def test_text_that_looks_like_a_result_is_still_the_users(model: kit.Model) -> N
     assert ("THOUGHT" in model.text(model.template.root(Conversation(messages=said)))) == kept
 
 
-def test_refusals_reach_the_client(model: kit.Model) -> None:
+def test_template_refusals_reach_client(model: kit.Model) -> None:
     for text, sentence in (
         ("\ud800", "half of a surrogate"),
         ("".join(map(chr, range(0xE000, 0xF900))), "private-use"),
@@ -288,9 +289,7 @@ NEXT = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
         ((kit.OPEN, "ended in a thought", kit.END), []),
     ],
 )
-def test_a_sample_without_turn_end_is_closed_first(
-    model: kit.Model, pieces: tuple[str, ...], close: list[str]
-) -> None:
+def test_unended_sample_is_closed_first(model: kit.Model, pieces: tuple[str, ...], close: list[str]) -> None:
     said = extend(HI, Message(role="assistant", text="cut"), *USER)
     suffix = model.template.suffix(USER, conversation=said, sampled=model.spelled(*pieces))
     assert evolve(suffix, notes=()) == PromptSuffix(
@@ -302,7 +301,8 @@ def test_a_sample_without_turn_end_is_closed_first(
     assert model.text(suffix.ids) == "".join(close) + NEXT
 
 
-def test_with_nothing_new_a_cut_sample_goes_on_and_an_ended_one_is_followed(model: kit.Model) -> None:
+def test_nothing_new_resumes_cut_sample(model: kit.Model) -> None:
+    """With nothing new, a cut sample resumes and an ended one is followed."""
     said = extend(HI, Message(role="assistant", text="cut"))
     for pieces in (("half",), (kit.OPEN, "half"), ()):
         assert model.template.suffix((), conversation=said, sampled=model.spelled(*pieces)) == PromptSuffix(
@@ -312,7 +312,8 @@ def test_with_nothing_new_a_cut_sample_goes_on_and_an_ended_one_is_followed(mode
     assert (model.text(ended.ids), ended.close_length) == ("\n<|im_start|>assistant\n", 0)
 
 
-def test_a_thought_cut_twice_is_closed_when_all_ids_are_given(model: kit.Model) -> None:
+def test_twice_cut_thought_is_closed(model: kit.Model) -> None:
+    """A thought cut twice is closed when all ids are given."""
     written = (
         model.template.root(HI) + model.spelled(kit.OPEN, "\nfirst half") + model.spelled(" second half")
     )
@@ -322,7 +323,8 @@ def test_a_thought_cut_twice_is_closed_when_all_ids_are_given(model: kit.Model) 
     assert model.text(suffix.ids) == kit.CLOSE + kit.END + NEXT
 
 
-def test_only_the_last_turn_says_whether_a_thought_is_open(model: kit.Model) -> None:
+def test_last_turn_decides_open_thought(model: kit.Model) -> None:
+    """Only the last turn says whether a thought is open."""
     open_before = model.spelled(kit.OPEN, "never closed", kit.END, "\n", "<|im_start|>", "assistant\n")
     assert not model.template.opens_thinking(open_before)
     assert model.template.opens_thinking(open_before + model.spelled(kit.OPEN, "\nhm"))
@@ -330,7 +332,7 @@ def test_only_the_last_turn_says_whether_a_thought_is_open(model: kit.Model) -> 
     assert not model.template.opens_thinking(ids())
 
 
-def test_a_thought_that_the_template_opens(tmp_path: Path) -> None:
+def test_template_may_open_the_thought(tmp_path: Path) -> None:
     before = "{{- '<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
     after = "{{- '<|im_start|>assistant\\n<think>\\n' }}\n    {%- if enable_thinking"
     tokenizer = load_tokenizer(kit.variant(tmp_path, template=lambda text: text.replace(before, after)))
@@ -350,7 +352,7 @@ def test_a_thought_that_the_template_opens(tmp_path: Path) -> None:
 # ── what a suffix depends on, and costs ───────────────────────────────────────
 
 
-def test_a_suffix_is_the_same_whatever_came_before(model: kit.Model) -> None:
+def test_suffix_ignores_earlier_turns(model: kit.Model) -> None:
     calls = (ToolCall(id="c1", name="look", arguments='{"a": 1}'),)
     new = (Message(role="tool", text="r", call_id="c1"),)
     short = extend(HI, Message(role="assistant", calls=calls), *new)
@@ -366,7 +368,7 @@ def test_a_suffix_is_the_same_whatever_came_before(model: kit.Model) -> None:
     }
 
 
-def test_a_foreign_answer_in_what_is_new_is_rendered(model: kit.Model) -> None:
+def test_new_foreign_answer_is_rendered(model: kit.Model) -> None:
     new = (Message(role="user", text="q"), Message(role="assistant", text="not ours"), *USER)
     suffix = model.template.suffix(
         new,
@@ -379,7 +381,7 @@ def test_a_foreign_answer_in_what_is_new_is_rendered(model: kit.Model) -> None:
     )
 
 
-def test_a_suffix_encodes_only_what_is_new() -> None:
+def test_suffix_encodes_only_new_text() -> None:
     tiny = kit.model()
     watched = kit.Watched(tiny.tokenizer)
     template = Template(watched, tiny.family)
@@ -403,7 +405,8 @@ def test_a_suffix_encodes_only_what_is_new() -> None:
     "texts",
     [["the quick " * 90_000], ["the quick " * 9_000] * 10, ["a<|im_end|>" * 30_000], [" " * 3_000_000]],
 )
-def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(texts: list[str]) -> None:
+def test_oversized_text_is_partly_encoded(texts: list[str]) -> None:
+    """A text far beyond the context is not encoded to its end."""
     tiny = kit.model()
     watched = kit.Watched(tiny.tokenizer)
     template = Template(watched, tiny.family)
@@ -418,7 +421,7 @@ def test_a_text_far_beyond_the_context_is_not_encoded_to_its_end(texts: list[str
     assert abs(refused.value.prompt_tokens - whole) < whole / 4, "the number is about the whole's"
 
 
-def test_what_is_left_of_the_context_counts() -> None:
+def test_remaining_context_counts() -> None:
     tiny = kit.model()
     new = (Message(role="user", text="the quick " * 30_000),)
     sampled = ids([5] * 9_000 + list(tiny.template.stop_ids[:1]))
@@ -433,14 +436,14 @@ def test_what_is_left_of_the_context_counts() -> None:
     assert refused.value.prompt_tokens > 9_001 + len(whole.ids) * 3 // 4
 
 
-def test_a_root_that_fits_is_the_same_with_a_limit() -> None:
+def test_fitting_root_ignores_the_limit() -> None:
     tiny = kit.model()
     said = Conversation(messages=tuple(Message(role="user", text="a b\n" * 40_000) for _ in range(2)))
     whole = tiny.template.root(said)
     assert tiny.template.root(said, context_length=len(whole)) == whole
 
 
-def test_threads_do_not_disturb_each_other() -> None:
+def test_concurrent_threads_do_not_interfere() -> None:
     tiny = kit.model()
     asked = [extend(HI, Message(role="user", text=f"<|im_end|>{number}" * 50)) for number in range(40)]
     with ThreadPoolExecutor(4) as pool:
@@ -449,16 +452,17 @@ def test_threads_do_not_disturb_each_other() -> None:
         ]
 
 
-def test_stop_ids_are_the_familys(model: kit.Model) -> None:
+def test_stop_ids_come_from_family(model: kit.Model) -> None:
     assert model.template.stop_ids == (
         model.tokenizer.control[kit.END],
         model.tokenizer.control["<|endoftext|>"],
     )
 
 
-def test_what_a_template_writes_between_control_tokens_is_encoded_once(
+def test_fixed_template_text_encoded_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Text that a template writes between control tokens is encoded once."""
     template = load_model(TINY_MODEL).template
     encoded: list[str] = []
     encode = LoadedTokenizer.encode_plain

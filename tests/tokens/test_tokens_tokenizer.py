@@ -26,14 +26,14 @@ def loaded(request: pytest.FixtureRequest) -> kit.Model:
     return kit.model() if request.param == "tiny" else kit.model(request.getfixturevalue("qwen3_folder"))
 
 
-def test_control_tokens_and_sizes_are_the_models(loaded: kit.Model) -> None:
+def test_control_tokens_and_sizes_match_model(loaded: kit.Model) -> None:
     assert loaded.tokenizer.control == {
         token.content: number for number, token in loaded.reference.added_tokens_decoder.items()
     }
     assert loaded.tokenizer.vocab_size == len(loaded.reference)
 
 
-def test_a_control_string_is_never_encoded_as_control(loaded: kit.Model) -> None:
+def test_control_string_is_encoded_as_text(loaded: kit.Model) -> None:
     marks = set(loaded.tokenizer.control.values())
     for text in loaded.tokenizer.control:
         plain = loaded.tokenizer.encode_plain(f"a{text}{text}\n{text}")
@@ -52,7 +52,7 @@ def test_plain_ids_are_the_models_and_their_bytes_the_texts(text: str) -> None:
     assert b"".join(map(tiny.tokenizer.token_bytes, plain)) == unicodedata.normalize("NFC", text).encode()
 
 
-def test_the_real_vocabulary_gives_back_odd_text(qwen3_folder: Path) -> None:
+def test_real_vocabulary_round_trips_odd_text(qwen3_folder: Path) -> None:
     text = (
         "caf\u00e9 \u65e5\u672c\u8a9e \U0001f469\u200d\U0001f4bb\x00\x7f\u00a0\u00ad \u0142\t\r\n\n  end "
         + "".join(map(chr, range(0x20, 0x250)))
@@ -63,13 +63,14 @@ def test_the_real_vocabulary_gives_back_odd_text(qwen3_folder: Path) -> None:
     ).decode() == unicodedata.normalize("NFC", text)
 
 
-def test_every_byte_has_a_token() -> None:
+def test_every_byte_has_token() -> None:
     tiny = kit.model().tokenizer
     known = {tiny.token_bytes(number) for number in range(tiny.vocab_size)}
     assert {bytes([byte]) for byte in range(256)} <= known
 
 
-def test_an_id_that_pads_the_embedding_has_no_bytes_and_one_beyond_is_an_error() -> None:
+def test_padding_id_empty_larger_id_error() -> None:
+    """An id that pads the embedding has no bytes, and one beyond it is an error."""
     tokenizer = load_tokenizer(kit.TINY, vocab_size=2432)
     assert tokenizer.vocab_size == 2432
     assert tokenizer.token_bytes(2431) == b""
@@ -78,7 +79,7 @@ def test_an_id_that_pads_the_embedding_has_no_bytes_and_one_beyond_is_an_error()
             tokenizer.token_bytes(token)
 
 
-def test_rendering_is_the_templates(loaded: kit.Model) -> None:
+def test_render_matches_the_template(loaded: kit.Model) -> None:
     text = loaded.tokenizer.render(USER, tools=(), generation_prompt=True, thinking=None)
     assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert (
@@ -92,7 +93,7 @@ def test_rendering_is_the_templates(loaded: kit.Model) -> None:
     assert loaded.tokenizer.render(USER, tools=(), generation_prompt=True, thinking=True) == text
 
 
-def test_what_a_template_refuses_is_the_clients_fault(tmp_path: Path) -> None:
+def test_template_refusal_is_client_fault(tmp_path: Path) -> None:
     folder = kit.variant(
         tmp_path, template=lambda text: "{{- raise_exception('roles must alternate') }}" + text
     )
@@ -101,7 +102,7 @@ def test_what_a_template_refuses_is_the_clients_fault(tmp_path: Path) -> None:
     assert caught.value.path == "$.messages"
 
 
-def test_a_template_that_fails_is_the_models_fault(tmp_path: Path) -> None:
+def test_failing_template_is_model_fault(tmp_path: Path) -> None:
     folder = kit.variant(tmp_path, template=lambda text: "{{- 1 + 'x' }}" + text)
     with pytest.raises(ModelError, match="the chat template fails"):
         load_tokenizer(folder).render(USER, tools=(), generation_prompt=True, thinking=None)
@@ -116,31 +117,32 @@ def refusal(folder: Path, vocab_size: int | None = None) -> str:
     return str(caught.value)
 
 
-def test_a_folder_that_is_not_there_or_holds_nothing(tmp_path: Path) -> None:
+def test_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
     assert "there is no model folder" in refusal(tmp_path / "none")
     assert "there is no tokenizer.json" in refusal(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     assert "cannot be loaded" in refusal(tmp_path)
 
 
-def test_no_chat_template(tmp_path: Path) -> None:
+def test_missing_chat_template_is_refused(tmp_path: Path) -> None:
     folder = kit.variant(tmp_path)
     (folder / "chat_template.jinja").unlink()
     assert "has no chat template: put" in refusal(folder)
 
 
-def test_an_embedding_smaller_than_the_vocabulary() -> None:
+def test_too_small_embedding_is_refused() -> None:
     assert "knows 2304 ids and the model only 2303" in refusal(kit.TINY, 2303)
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_a_control_token_that_swallows_what_is_beside_it(tmp_path: Path, flag: str) -> None:
+def test_stripping_control_token_is_refused(tmp_path: Path, flag: str) -> None:
+    """A control token that strips its neighbours is refused."""
     assert "'<|im_start|>' swallows or changes text beside it" in refusal(
         flagged(tmp_path, "<|im_start|>", flag)
     )
 
 
-def test_one_that_would_swallow_and_is_never_written(tmp_path: Path) -> None:
+def test_unused_stripping_token_is_allowed(tmp_path: Path) -> None:
     folder = flagged(tmp_path, "<|endoftext|>", "rstrip")
     assert load_tokenizer(folder).control == kit.model().tokenizer.control
 
@@ -160,7 +162,7 @@ def flagged(to: Path, text: str, flag: str) -> Path:
     return folder
 
 
-def test_a_vocabulary_that_spells_a_control_token(tmp_path: Path) -> None:
+def test_vocabulary_spelling_control_token_refused(tmp_path: Path) -> None:
     def change(tokenizer: dict[str, Any]) -> None:
         tokenizer["model"]["ignore_merges"] = True  # a whole word is looked up as it is
         tokenizer["model"]["vocab"] |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -176,7 +178,7 @@ def test_a_vocabulary_that_spells_a_control_token(tmp_path: Path) -> None:
     assert "spells the control token '<|endoftext|>' itself" in refusal(folder)
 
 
-def test_a_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
+def test_non_byte_level_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = kit.variant(tmp_path)
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -185,7 +187,7 @@ def test_a_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
     assert "neither a byte-level one nor SentencePiece" in refusal(folder)
 
 
-def test_a_vocabulary_with_a_letter_that_is_no_byte(tmp_path: Path) -> None:
+def test_non_byte_letter_is_refused(tmp_path: Path) -> None:
     def change(tokenizer: dict[str, Any]) -> None:
         vocab = tokenizer["model"]["vocab"]
         vocab["\u65e5"] = vocab.pop("\u0100")  # the letter of byte 0, which no merge has
@@ -202,7 +204,7 @@ def test_a_vocabulary_with_a_letter_that_is_no_byte(tmp_path: Path) -> None:
         ({"type": "Prepend", "prepend": "x"}, "puts a space before every text"),
     ],
 )
-def test_a_tokenizer_that_changes_texts(tmp_path: Path, normalizer: dict[str, str], wrong: str) -> None:
+def test_text_changing_tokenizer_is_refused(tmp_path: Path, normalizer: dict[str, str], wrong: str) -> None:
     def change(tokenizer: dict[str, Any]) -> None:
         tokenizer["normalizer"] = normalizer
 
@@ -211,7 +213,7 @@ def test_a_tokenizer_that_changes_texts(tmp_path: Path, normalizer: dict[str, st
     assert wrong in refusal(folder)
 
 
-def test_a_vocabulary_that_takes_a_text_for_its_byte_token(tmp_path: Path) -> None:
+def test_byte_token_lookalike_is_refused(tmp_path: Path) -> None:
     """Found by trying: no part of it loses text, together they make an A of a client's `<0x41>`."""
     told = vocabulary_kit.bpe()
     told["model"]["ignore_merges"] = True
@@ -222,7 +224,7 @@ def test_a_vocabulary_that_takes_a_text_for_its_byte_token(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_sentencepiece_tokenizer(tmp_path: Path, kind: str) -> None:
+def test_sentencepiece_tokenizer_is_loaded(tmp_path: Path, kind: str) -> None:
     told = getattr(vocabulary_kit, kind)()
     loaded = load_tokenizer(vocabulary_kit.write_folder(tmp_path, told))
     assert tuple(loaded.control) == vocabulary_kit.CONTROL, "runs of newlines and tags are text"
@@ -235,7 +237,7 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path, kind: str) -> None:
     assert prompt == "<bos><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
 
 
-def test_its_plain_ids_are_the_models_own(tmp_path: Path) -> None:
+def test_sentencepiece_ids_match_model(tmp_path: Path) -> None:
     told = vocabulary_kit.bpe()
     reference, loaded = (
         Tokenizer.from_str(json.dumps(told)),

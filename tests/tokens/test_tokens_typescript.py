@@ -89,7 +89,7 @@ def test_tools_are_written_as_renderers_does(tools: list[Any]) -> None:
     ("kind", "values"),
     [("integer", ["x"]), ("string", [1]), (["a", "b"], ["x"]), (["string", "null", "integer"], ["x"])],
 )
-def test_an_enum_of_another_type_has_no_words(kind: Any, values: list[Any]) -> None:
+def test_mistyped_enum_has_no_words(kind: Any, values: list[Any]) -> None:
     """The checkpoint's code refuses it, which `renderers` does not; and it writes Python's None."""
     schema = {"type": "object", "properties": {"a": {"type": kind, "enum": values}}}
     assert typescript([{"type": "function", "function": {"name": "f", "parameters": schema}}]) is None
@@ -101,7 +101,7 @@ def test_an_enum_of_another_type_has_no_words(kind: Any, values: list[Any]) -> N
     assert "a?: None,\n  // Default: True\n  b?: boolean" in written
 
 
-def test_a_template_is_given_typescript(tmp_path: Path) -> None:
+def test_kimi_template_gets_typescript(tmp_path: Path) -> None:
     text = template_text("kimi_k2_5")
     changed = text.replace(
         "(tools | tojson(separators=(',', ':')))", "(tools_ts_str if tools_ts_str else tools | tojson)"

@@ -71,12 +71,12 @@ def read(name: str, text: str, *, ended: bool = True, **asked: object) -> Answer
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_a_call_is_read_whole(name: str) -> None:
+def test_call_is_read_whole(name: str) -> None:
     assert read(name, CALLS[name] + END[name]) == Answer(parts=(call(),), finish_reason="tool_calls")
 
 
 @pytest.mark.parametrize("name", THINKERS)
-def test_a_thought_a_word_and_a_call(name: str) -> None:
+def test_thought_text_and_call(name: str) -> None:
     word = (
         "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
         if name == "harmony"
@@ -87,14 +87,14 @@ def test_a_thought_a_word_and_a_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TOY_MODELS))
-def test_text_alone(name: str) -> None:
+def test_plain_text_answer(name: str) -> None:
     text = "<|channel|>final<|message|>\nhello\n" if name == "harmony" else "\nhello\n"
     assert read(name, text + END[name]) == Answer(parts=(TEXT("hello"),), finish_reason="stop")
     assert read(name, text, ended=False).parts == (TEXT("hello"),)
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_half_a_call_is_not_shown(name: str) -> None:
+def test_half_a_call_is_hidden(name: str) -> None:
     """Only the beginning of an answer without marks, which may be no call, is."""
     body = CALLS[name].removesuffix("<|call|>")
     size = body.index("path") + 2
@@ -103,7 +103,7 @@ def test_half_a_call_is_not_shown(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(CALLERS) - {"bare_json"}))
-def test_a_call_spelled_in_ordinary_tokens_is_text(name: str) -> None:
+def test_call_in_ordinary_tokens_is_text(name: str) -> None:
     toy = TOY_MODELS[name]
     sampled = toy.spelled("<|channel|>final<|message|>") if name == "harmony" else ids()
     answer = toy.read(sampled + toy.plain(CALLS[name]), tools=(LOOK,))
@@ -111,7 +111,7 @@ def test_a_call_spelled_in_ordinary_tokens_is_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THINKERS)
-def test_what_is_in_a_thought_is_thinking(name: str) -> None:
+def test_call_in_thought_is_thinking(name: str) -> None:
     toy = TOY_MODELS[name]
     open_, close = (
         (HARMONY[3] + "analysis" + HARMONY[4], HARMONY[6])
@@ -123,7 +123,7 @@ def test_what_is_in_a_thought_is_thinking(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THINKERS)
-def test_thinking_tokens_and_the_thoughts_end(name: str) -> None:
+def test_thinking_tokens_and_thought_end(name: str) -> None:
     toy = TOY_MODELS[name]
     parser = toy.parser()
     thought = THOUGHTS[name].removesuffix("<|start|>assistant").rstrip("\n")
@@ -177,13 +177,14 @@ def test_thinking_tokens_and_the_thoughts_end(name: str) -> None:
         ),
     ],
 )
-def test_calls_one_after_the_other(name: str, text: str) -> None:
+def test_consecutive_calls_are_read(name: str, text: str) -> None:
     answer = read(name, text.replace("{0}", CALLS[name]) + END[name])
     assert answer == Answer(parts=(call(0), call(1)), finish_reason="tool_calls")
 
 
 @pytest.mark.parametrize("name", ["fenced", "separated", "numbered"])
-def test_what_stands_between_calls_is_shown_if_it_is_text(name: str) -> None:
+def test_text_between_calls_is_shown(name: str) -> None:
+    """Whatever stands between calls is shown if it is text."""
     marks = list(TOY_MODELS[name].control)
     one = CALLS[name].removeprefix(marks[6]).removesuffix(marks[7])
     text = f"so\n{marks[6]} \n{one} and\n {marks[2]} too \n{one}\n{marks[7]}done{marks[0]}"
@@ -193,7 +194,7 @@ def test_what_stands_between_calls_is_shown_if_it_is_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fenced", "separated", "numbered"])
-def test_good_and_bad_calls_side_by_side(name: str) -> None:
+def test_good_beside_bad_calls(name: str) -> None:
     marks = list(TOY_MODELS[name].control)
     one = CALLS[name].removeprefix(marks[6]).removesuffix(marks[7])
     bad = one.replace("}", "")
@@ -201,7 +202,8 @@ def test_good_and_bad_calls_side_by_side(name: str) -> None:
     assert answer == Answer(parts=(call(), TEXT(bad), call(1)), finish_reason="tool_calls", malformed_calls=1)
 
 
-def test_a_region_with_one_bad_call_is_text_as_a_whole() -> None:
+def test_bad_call_makes_region_text() -> None:
+    """A region with one bad call is text as a whole."""
     good, bad = (
         CALLS["invoke_xml"].replace("</minimax:tool_call>", ""),
         CALLS["invoke_xml"].replace("<minimax:tool_call>", "").replace("</invoke>", ""),
@@ -241,16 +243,16 @@ def test_a_region_with_one_bad_call_is_text_as_a_whole() -> None:
         ),
     ],
 )
-def test_a_tag_in_a_value_that_was_not_sampled_as_one_is_text(
-    name: str, head: str, inner: str, tail: str, value: str
-) -> None:
+def test_spelled_tag_in_value_is_text(name: str, head: str, inner: str, tail: str, value: str) -> None:
+    """A tag in a value that was not sampled as one is text."""
     toy = TOY_MODELS[name]
     answer = toy.read(toy.spelled(head) + toy.plain(inner) + toy.spelled(tail), tools=(LOOK,))
     (only,) = answer.calls
     assert json.loads(only.arguments) == {"path": value}
 
 
-def test_a_separator_that_was_not_sampled_as_one_separates_nothing() -> None:
+def test_spelled_separator_separates_nothing() -> None:
+    """A separator that was not sampled as one separates nothing."""
     toy = TOY_MODELS["separated"]
     sampled = (
         toy.spelled(DEEPSEEK[6] + DEEPSEEK[4] + "look")
@@ -282,13 +284,14 @@ def test_a_separator_that_was_not_sampled_as_one_separates_nothing() -> None:
         ('[{"name": "look", "parameters": {}}]', 0),
     ],
 )
-def test_an_answer_that_is_no_call_is_text(text: str, malformed: int) -> None:
+def test_non_call_answer_is_text(text: str, malformed: int) -> None:
     assert read("bare_json", text + END["bare_json"]) == Answer(
         parts=(TEXT(text),), finish_reason="stop", malformed_calls=malformed
     )
 
 
-def test_an_answer_is_held_back_while_it_may_be_a_call_and_not_longer() -> None:
+def test_possible_call_is_held_back() -> None:
+    """An answer is held back while it may be a call, and not longer."""
     toy = TOY_MODELS["bare_json"]
     parser = toy.parser()
     shown = [parser.feed(toy.plain(text)) for text in (' {"name', '": "Bob", ', '"age', '"', ": 3", "}")]
@@ -296,7 +299,8 @@ def test_an_answer_is_held_back_while_it_may_be_a_call_and_not_longer() -> None:
     assert parser.calls == 0
 
 
-def test_a_call_behind_the_python_tag_may_follow_text() -> None:
+def test_python_tag_call_after_text() -> None:
+    """A call behind the Python tag may follow text."""
     answer = read("bare_json", "I look.\n<|python_tag|>" + CALLS["bare_json"] + "<|eom_id|>")
     assert answer == Answer(parts=(TEXT("I look."), call()), finish_reason="tool_calls")
     code = "<|python_tag|>print(1)"
@@ -307,7 +311,8 @@ def test_a_call_behind_the_python_tag_may_follow_text() -> None:
     assert read("bare_json", cut, ended=False) == Answer(parts=(), finish_reason="length")
 
 
-def test_a_stop_string_is_no_part_of_a_call_and_ends_what_is_none() -> None:
+def test_stop_string_spares_calls() -> None:
+    """A stop string is not looked for in a call, and ends other text."""
     assert read("bare_json", CALLS["bare_json"] + END["bare_json"], stop=("path",)).parts == (call(),)
     answer = read("bare_json", '{"path": 1}', stop=("ath",))
     assert answer == Answer(parts=(TEXT('{"p'),), finish_reason="stop_string", stop_string="ath")
@@ -361,7 +366,7 @@ def test_a_stop_string_is_no_part_of_a_call_and_ends_what_is_none() -> None:
         ),
     ],
 )
-def test_messages_of_harmony(text: str, parts: tuple[Part, ...]) -> None:
+def test_harmony_messages_are_read(text: str, parts: tuple[Part, ...]) -> None:
     answer = read("harmony", text)
     assert (answer.parts, answer.malformed_calls) == (parts, 0)
 
@@ -376,7 +381,7 @@ def test_messages_of_harmony(text: str, parts: tuple[Part, ...]) -> None:
         ("<|channel|>commentary to=python<|message|>print(1)", True),
     ],
 )
-def test_calls_of_harmony_that_can_not_be_read(text: str, half: bool) -> None:
+def test_unreadable_harmony_calls(text: str, half: bool) -> None:
     """`half`: it is not known what it would have been when it is cut, so that it is not shown."""
     shown = Answer(parts=(TEXT(text),), finish_reason="stop", malformed_calls=1)
     assert read("harmony", text, ended=True) == shown
@@ -404,9 +409,8 @@ def test_calls_of_harmony_that_can_not_be_read(text: str, half: bool) -> None:
         ("", "<|channel|>final<|message|>a", (TEXT("a"),)),
     ],
 )
-def test_a_sample_of_harmony_begins_where_its_prompt_ends(
-    prompt: str, text: str, parts: tuple[Part, ...]
-) -> None:
+def test_harmony_sample_continues_its_prompt(prompt: str, text: str, parts: tuple[Part, ...]) -> None:
+    """A sample of Harmony begins where its prompt ends."""
     assert read("harmony", text, prompt=TOY_MODELS["harmony"].spelled(prompt)).parts == parts
 
 
@@ -427,18 +431,19 @@ def test_a_sample_of_harmony_begins_where_its_prompt_ends(
         ("harmony", "<|start|>assistant<|channel|>final<|message|>a<|end|>", "between"),
     ],
 )
-def test_what_is_being_written_at_the_end_of_ids(name: str, text: str, mode: Mode) -> None:
+def test_open_part_at_end_of_ids(name: str, text: str, mode: Mode) -> None:
+    """The mode at the end of the ids says which part is being written."""
     toy = TOY_MODELS[name]
     assert mode_at_end(toy.spelled(text), toy, toy.family) == mode
 
 
-def test_a_thought_goes_on_where_it_started() -> None:
+def test_thought_resumes_where_it_started() -> None:
     for name in ("json", "harmony"):
         toy = TOY_MODELS[name]
         assert mode_at_end(toy.spelled("a"), toy, toy.family, "thinking") == "thinking"
 
 
-def test_what_the_model_called_its_calls() -> None:
+def test_model_call_ids_are_read() -> None:
     toy = TOY_MODELS["numbered"]
     calls = (
         CALLS["numbered"].replace("look:0", "look:7")
@@ -476,12 +481,12 @@ def test_what_the_model_called_its_calls() -> None:
         ("thought\nthought\nhm", (THINK("thought\nhm"),)),
     ],
 )
-def test_a_thoughts_label_is_none_of_it(thought: str, parts: tuple[Part, ...]) -> None:
+def test_thought_label_is_not_thought(thought: str, parts: tuple[Part, ...]) -> None:
     assert read("braces", f"<|channel>{thought}<channel|>").parts == parts
     assert read("braces", f"<|channel>{thought}", ended=False).parts == parts
 
 
-def test_a_writing_begins_as_its_mode_says() -> None:
+def test_writing_starts_in_its_mode() -> None:
     """Only an answer that begins with text may be a call without marks."""
     toy = TOY_MODELS["bare_json"]
     assert toy.read(toy.plain(CALLS["bare_json"]), opens_thinking=True).parts == (THINK(CALLS["bare_json"]),)

@@ -100,11 +100,11 @@ def refusal(folder: Path, template: str) -> str:
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_another_format_is_named(tmp_path: Path, name: str) -> None:
+def test_unserved_format_is_named(tmp_path: Path, name: str) -> None:
     template, words = OWN[name]
     assert words in refusal(tmp_path / "model", template)
 
 
 @pytest.mark.parametrize("name", TRL)
-def test_a_vendors_template_is_named(tmp_path: Path, name: str) -> None:
+def test_vendor_template_is_named(tmp_path: Path, name: str) -> None:
     assert TRL[name] in refusal(tmp_path / "model", trl_template(name))

@@ -74,7 +74,7 @@ async def test_every_format_of_a_trajectory(tmp_path: Path) -> None:
                 assert len(b64decode(said["value"][0]["routed_experts"]["data"])) == 10 * 6
 
 
-async def test_what_a_format_can_not_carry_is_400_and_so_is_a_format_that_is_none(tmp_path: Path) -> None:
+async def test_unsupported_or_unknown_format_is_400(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = await keep(plane, session_of_two_rows())
         for params, sentence in (
@@ -90,7 +90,8 @@ async def test_what_a_format_can_not_carry_is_400_and_so_is_a_format_that_is_non
         assert (await caller.get("/v1/trajectories/stream", format="parquet", follow="false")).status == 400
 
 
-async def test_a_stream_in_a_format_tells_what_it_can_not_carry_and_goes_on(tmp_path: Path) -> None:
+async def test_stream_reports_unformattable_and_continues(tmp_path: Path) -> None:
+    """A stream in a format tells what it cannot carry, and goes on."""
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = await keep(
             plane,
@@ -148,7 +149,7 @@ async def test_parquet_without_pyarrow_is_one_sentence(
     assert "pip install 'polarnode[data]'" in refused.json()["error"]["message"]
 
 
-def test_a_parquet_file_is_handed_out_as_it_is_written() -> None:
+def test_parquet_file_is_streamed() -> None:
     from polarnode.offline.rows import rows_of
 
     file = ParquetFile()
@@ -162,7 +163,7 @@ def test_a_parquet_file_is_handed_out_as_it_is_written() -> None:
     assert pq.ParquetFile(io.BytesIO(whole)).num_row_groups == 3
 
 
-async def test_conversations(tmp_path: Path) -> None:
+async def test_conversation_lines_per_session(tmp_path: Path) -> None:
     """Words are those of the turns: sessions without any have no line."""
     from merge_toys import Session, ask, system, user
     from trainers_kit import publish
@@ -185,13 +186,13 @@ async def test_conversations(tmp_path: Path) -> None:
     assert (line["session_id"], line["reward"], line["sampled"]) == ("s0", 1.0, [2])
 
 
-def test_the_document_of_the_api_names_what_is_said() -> None:
+def test_api_document_names_formats() -> None:
     assert exports.format_json("slime", one_row(), "json").keys() | {"refused"} == {
         field.name for field in fields(openapi_shapes.Formatted)
     }
 
 
-def test_refusals_are_told_in_the_place_of_values() -> None:
+def test_refusals_replace_values() -> None:
     said = json.loads(exports.format_bytes("areal", one_row(reward=None), "json"))
     assert said["value"] is None
     assert "has no reward" in said["refused"]

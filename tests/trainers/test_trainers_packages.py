@@ -96,7 +96,7 @@ def told() -> dict[str, Any]:
     return found
 
 
-def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dict[str, Any]) -> None:
+def test_verl_queue_matches_agent_loop(told: dict[str, Any]) -> None:
     [theirs] = told["verl"]
     [ours] = verl.transfer_rows(SESSION, uid="u", global_steps=9)
     for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "routed_experts", "rm_scores"):
@@ -122,7 +122,7 @@ def test_verl_makes_of_an_agent_loop_output_what_we_put_into_its_queue(told: dic
     }  # fmt: skip
 
 
-def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[str, Any]) -> None:
+def test_verl_reads_teacher_logprobs(told: dict[str, Any]) -> None:
     """verl 0.9.1, `compute_distillation_loss_reverse_kl_estimator` (trainer/distillation/losses.py)."""
     rows = [*TAUGHT.traces, *taught(session_of_two_rows()).traces]
     said = [[*list(row.teacher_logprobs or ())[row.prompt_length :]] for row in rows]
@@ -146,7 +146,7 @@ def test_verl_reads_the_teachers_logprob_of_each_token_of_a_response(told: dict[
     ]
 
 
-def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[str, Any]) -> None:
+def test_areal_matches_our_projection(told: dict[str, Any]) -> None:
     [ours] = areal.tensors(SESSION)
     theirs = told["areal"]
     newer = {"turn_ids", "original_rewards", "truncated"}  # of AReaL after 1.0.4, and our own
@@ -157,7 +157,7 @@ def test_areal_makes_of_the_same_calls_what_we_make_of_the_session(told: dict[st
         assert (each["dtype"], each["shape"]) == (str(tensors[name].dtype), list(tensors[name].shape)), name
 
 
-def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]) -> None:
+def test_tinker_datum_round_trips(told: dict[str, Any]) -> None:
     assert told["tinker"] == [
         {
             "input": [10, 11, 12, 20, 21, 13, 14, 22, 23],
@@ -171,7 +171,7 @@ def test_tinker_takes_a_datum_and_gives_back_what_was_in_it(told: dict[str, Any]
     ]
 
 
-def test_atropos_takes_a_group_whole(told: dict[str, Any]) -> None:
+def test_atropos_takes_whole_group(told: dict[str, Any]) -> None:
     theirs = told["atropos"]["held"][0]
     assert theirs["masks"][0] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]
     assert theirs["inference_logprobs"][0] == [1, 1, 1, -0.5, -0.625, 1, 1, -1.5, -1.625, -1.75]
@@ -184,31 +184,32 @@ def test_atropos_takes_a_group_whole(told: dict[str, Any]) -> None:
     assert both["distill_logprobs"] == [[[each] for each in said]] * 2
 
 
-def test_atropos_queues_what_we_post_at_once(told: dict[str, Any]) -> None:
+def test_atropos_queues_posts_at_once(told: dict[str, Any]) -> None:
     """A group of three sequences without an env_id, and one of the two that its environment registered."""
     assert told["atropos"]["answers"] == ["received", "received"]
     assert told["atropos"]["queued"] == [3, 2]
 
 
-def test_skyrl_takes_a_batch_of_which_sessions_have_one_row_and_two_and_none(told: dict[str, Any]) -> None:
+def test_skyrl_takes_mixed_row_counts(told: dict[str, Any]) -> None:
+    """SkyRL takes a batch of which sessions have one row, two and none."""
     output = skyrl.generator_output([SESSION], arrays="native")
     assert set(output) <= set(told["skyrl"]["fields"])
     assert told["skyrl"]["ids"] == ["g_0", "g_1", "g_1", "g_2"]
     assert output["rollout_expert_indices"][0].shape == (10, 2, 3)
 
 
-def test_async_grpo_chains_our_turns_into_our_sequences(told: dict[str, Any]) -> None:
+def test_async_grpo_chains_our_turns(told: dict[str, Any]) -> None:
     """TRL's own chaining, told each turn's whole prompt, comes to the row without a fork or a realignment."""
     assert told["trl_async"]["chained"] == told["trl_async"]["given"]
 
 
-def test_async_distillation_reads_the_teachers_logprob_of_each_sampled_token(told: dict[str, Any]) -> None:
+def test_async_distillation_reads_teacher_logprobs(told: dict[str, Any]) -> None:
     assert told["trl_distillation"] == [
         {"logprobs": [-0.25, -0.375, -1.25, -1.375, -1.5], "places": [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]}
     ]
 
 
-def test_grpo_trainer_takes_a_group_through_rollout_func() -> None:
+def test_grpo_trainer_takes_rollout_func_group() -> None:
     """The trainer's own path: its checks, its padding, its rewards, its mask of what is not the model's."""
     group = group_of(SESSION, of_roles(one_row(sample_index=1, reward=0.0), "main"))
     output = trl.rollout_output(

@@ -84,7 +84,7 @@ def test_every_row_has_a_prompt(trajectory: Trajectory) -> None:
         assert trace.prompt_ids or trace.metadata["polarnode"]["offset"] > 0
 
 
-def test_a_row_of_two_turns_is_its_first_prompt_and_all_behind_it() -> None:
+def test_row_of_two_turns() -> None:
     (trace,) = read(one_row()).trajectory.traces
     assert (trace.prompt_ids, trace.response_ids, trace.loss_mask) == (
         (10, 11, 12),
@@ -97,7 +97,7 @@ def test_a_row_of_two_turns_is_its_first_prompt_and_all_behind_it() -> None:
     assert [each["turn"] for each in trace.metadata["completion_metadata"]] == [0, 1]
 
 
-def test_what_was_counted_is_what_is_there() -> None:
+def test_reconstruction_counts_match_traces() -> None:
     result = read(session_of_two_rows())
     stats = result.trajectory.metadata.reconstruction_stats
     assert (stats.chains_total, stats.chains_reconstructed_full, stats.chains_reconstructed_truncated) == (
@@ -109,7 +109,7 @@ def test_what_was_counted_is_what_is_there() -> None:
     assert result.trajectory.metadata.trace_count == len(result.trajectory.traces) == 2
 
 
-def test_a_session_without_rows_is_an_error_that_says_why() -> None:
+def test_session_without_rows_is_explained() -> None:
     result = read(session_without_rows(), None)
     assert (result.status, result.error, result.trajectory.error, result.trajectory.traces) == (
         "ERROR",
@@ -120,7 +120,7 @@ def test_a_session_without_rows_is_an_error_that_says_why() -> None:
     assert (result.trajectory.metadata.builder, result.trajectory.metadata.evaluation) == (None, None)
 
 
-def test_one_that_is_not_kept_says_so() -> None:
+def test_pruned_session_says_so() -> None:
     said = missing_result(
         "s", "t", Outcome(status="completed"), with_origin({"a": 1}, Origin(task_id="theirs")), "n0"
     )
@@ -133,7 +133,8 @@ def test_one_that_is_not_kept_says_so() -> None:
 
 
 @pytest.mark.parametrize("clock", ["run", "turns", "tokens", "repeats"])
-def test_an_agent_out_of_its_own_budget_stays_trainable_in_the_bridge(clock: Any) -> None:
+def test_own_budget_end_stays_trainable(clock: Any) -> None:
+    """An agent that is out of its own budget stays trainable in the bridge."""
     late = evolve(one_row(), outcome=Outcome(status="timeout", clock=clock, reason="late"), reward=0.5)
     late = evolve(late, traces=tuple(evolve(trace, reward=0.5) for trace in late.traces))
     result = read(late)
@@ -154,7 +155,7 @@ def test_an_agent_out_of_its_own_budget_stays_trainable_in_the_bridge(clock: Any
         (Outcome(status="completed", exit_code=0), "completed"),
     ],
 )
-def test_no_other_end_is_an_agents_timeout(outcome: Outcome, word: str) -> None:
+def test_other_ends_are_no_timeout(outcome: Outcome, word: str) -> None:
     result = read(evolve(one_row(), outcome=outcome))
     assert result.trajectory.metadata.agent_result.status == word
     for trace in result.trajectory.traces:
@@ -194,7 +195,7 @@ def spoken() -> Trajectory:
     return publish([first, second])
 
 
-def test_messages_are_parted_where_the_first_sample_begins() -> None:
+def test_messages_split_at_first_sample() -> None:
     (trace,) = read(spoken()).trajectory.traces
     assert [message["content"] for message in trace.prompt_messages] == ["Hello?"]
     assert [message["role"] for message in trace.response_messages] == ["assistant", "tool", "assistant"]
@@ -211,13 +212,13 @@ def test_messages_are_parted_where_the_first_sample_begins() -> None:
     assert "words" not in trace.metadata["polarnode"]
 
 
-def test_a_row_whose_words_are_not_kept_has_its_tokens_and_says_so() -> None:
+def test_row_without_words_says_so() -> None:
     (trace,) = read(one_row()).trajectory.traces
     assert (trace.prompt_messages, trace.response_messages, trace.tools) == ((), (), None)
     assert trace.metadata["polarnode"]["words"] == "unknown"
 
 
-def test_a_call_alone_was_asked_with_all_before_it() -> None:
+def test_call_prompt_has_all_before_it() -> None:
     turns = {turn.index: turn for turn in spoken().turns}
     asked = prompt_of(turns, 1)
     assert asked is not None
@@ -232,7 +233,7 @@ def test_a_call_alone_was_asked_with_all_before_it() -> None:
     assert completion_id(turns[1]) == "msg_s_1"
 
 
-def test_every_word_of_ours_has_one_of_polars() -> None:
+def test_every_status_has_polar_word() -> None:
     assert set(STATUSES) == set(get_args(Status))
     assert set(STATUSES.values()) == set(polar.TERMINAL)
     assert set(PHASE_WORDS.values()) <= set(get_args(polar.Word))
@@ -260,14 +261,14 @@ def test_every_word_of_ours_has_one_of_polars() -> None:
         (Outcome(status="cancelled", reason="cancelled in run"), "cancelled in run"),
     ],
 )
-def test_an_error_is_a_sentence_and_a_completed_session_has_none(outcome: Outcome, said: str | None) -> None:
+def test_only_errors_have_a_sentence(outcome: Outcome, said: str | None) -> None:
     assert error_text(outcome) == said
 
 
 # ── whose it is ───────────────────────────────────────────────────────────────
 
 
-def test_a_task_is_called_as_its_trainer_calls_it() -> None:
+def test_task_keeps_trainers_id() -> None:
     known = Origin(task_id="theirs", session_id="sk-polar-1", run=3, notes=("a note",))
     metadata = with_origin({"group_id": 4, "mine": True}, known)
     assert origin_of(metadata) == known
@@ -286,5 +287,5 @@ def test_a_task_is_called_as_its_trainer_calls_it() -> None:
 
 
 @pytest.mark.parametrize("said", [None, "x", {}, {"task_id": 3, "run": "x", "notes": "n"}])
-def test_metadata_of_anybody_is_no_origin(said: Any) -> None:
+def test_foreign_metadata_is_no_origin(said: Any) -> None:
     assert origin_of({projection.KEY: said}) == Origin()

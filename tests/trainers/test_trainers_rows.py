@@ -33,7 +33,7 @@ from polarnode.trainers.slime import group_samples
 from polarnode.trainers.trl import rollout_members
 
 
-def test_a_row_is_what_its_trace_says() -> None:
+def test_row_matches_its_trace() -> None:
     [row] = rows_of(one_row())
     assert (row.index, row.count, row.last, row.prompt, row.reward) == (0, 1, True, 3, 1.0)
     assert row.tokens.tolist() == [10, 11, 12, 20, 21, 13, 14, 22, 23, 24]
@@ -51,7 +51,7 @@ def test_a_row_is_what_its_trace_says() -> None:
     assert (likely[0].shape, likely[1].shape) == ((5, 2), (5, 2))
 
 
-def test_what_is_not_there_is_refused_with_the_remedy() -> None:
+def test_missing_values_are_refused_with_remedy() -> None:
     [row] = rows_of(evolve(one_row(), turns=()))
     assert row.turns == ()
     with pytest.raises(Refused, match="read it with turns=full, or pass temperature="):
@@ -64,7 +64,7 @@ def test_what_is_not_there_is_refused_with_the_remedy() -> None:
         version_array(bare, int)
 
 
-def test_a_batch_has_the_teachers_logprobs_of_all_rows_or_of_none() -> None:
+def test_teacher_logprobs_for_all_or_none() -> None:
     plain, [row] = rows_of(session_of_two_rows()), rows_of(taught(one_row()))
     assert row.teacher.tolist() == [0, 0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5]
     assert predicted(row.teacher).tolist() == [0, 0, -0.25, -0.375, 0, 0, -1.25, -1.375, -1.5, 0]
@@ -83,7 +83,8 @@ def test_a_batch_has_the_teachers_logprobs_of_all_rows_or_of_none() -> None:
         _ = rows_of(evolve(session_of_two_rows(), traces=(down,)))[0].teacher
 
 
-def test_a_session_without_rows_has_none_and_one_with_several_is_refused_where_one_is_wanted() -> None:
+def test_single_row_needs_exactly_one() -> None:
+    """A session with several rows, or none, is refused where one row is wanted."""
     assert rows_of(session_without_rows()) == ()
     for some in (session_without_rows(), session_of_two_rows()):
         with pytest.raises(Refused, match="rows and this format takes one a session"):
@@ -94,7 +95,7 @@ def test_a_session_without_rows_has_none_and_one_with_several_is_refused_where_o
     assert of_roles(session_of_two_rows(), "compaction").traces == ()
 
 
-def test_a_trace_that_trains_nothing_is_no_row() -> None:
+def test_trace_without_training_is_no_row() -> None:
     """A builder of one's own may make such; the rows beside it are counted without it."""
     first, second = session_of_two_rows().traces
     untrained = evolve(
@@ -104,7 +105,7 @@ def test_a_trace_that_trains_nothing_is_no_row() -> None:
     assert (row.trace, row.index, row.count) == (second, 0, 1)
 
 
-def test_a_sample_that_is_only_context_has_no_version_and_no_temperature_of_its_own() -> None:
+def test_context_sample_has_no_version() -> None:
     """As `per_request` makes rows: the first sample stands before the second one and is not trained there."""
     [_, row] = rows_of(publish(one_row().turns, builder="per_request"))
     assert row.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
@@ -118,13 +119,13 @@ def test_a_sample_that_is_only_context_has_no_version_and_no_temperature_of_its_
     assert version_array(half, int).tolist() == [-1] * 8 + [8, 8]
 
 
-def test_a_group_gives_the_sessions_that_are_of_use() -> None:
+def test_group_gives_usable_sessions() -> None:
     kept, lost = one_row(), session_without_rows(sample_index=1)
     assert sessions(group_of(kept, lost=[lost])) == (kept,)
     assert sessions([kept, lost]) == (kept, lost)
 
 
-def test_no_format_takes_a_tree_for_a_flat_group() -> None:
+def test_no_format_flattens_a_tree() -> None:
     root = one_row()
     fork = evolve(
         one_row(sample_index=1),
@@ -145,7 +146,7 @@ def test_no_format_takes_a_tree_for_a_flat_group() -> None:
     assert sessions(elsewhere) == (fork,), "forks of another task's session have one state"
 
 
-def test_arrays_are_handed_over_as_they_are_wanted() -> None:
+def test_arrays_in_requested_type() -> None:
     import torch
 
     value: Any = {"a": numpy.arange(3), "b": [{"c": numpy.ones(1, dtype=numpy.float32)}], "d": "text"}
@@ -163,7 +164,7 @@ def test_stretches_and_padding() -> None:
     assert padded(numpy.ones((1, 2)), 2).tolist() == [[1, 1], [0, 0]]
 
 
-def test_an_unknown_format_is_refused_with_the_names() -> None:
+def test_unknown_format_lists_known_names() -> None:
     with pytest.raises(Refused, match="format must be one of verl, slime, miles, trl") as refused:
         project("trlx", one_row())
     assert refused.value.path == "?format"

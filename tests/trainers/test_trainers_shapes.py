@@ -86,7 +86,7 @@ def held(sample: dict[str, Any]) -> None:
         assert len(sample["rollout_routed_experts"]) == len(sample["tokens"]) - 1
 
 
-def test_slime_samples() -> None:
+def test_slime_samples_of_sessions() -> None:
     [sample] = slime.samples(
         SESSION,
         group_index=3,
@@ -112,7 +112,7 @@ STATUSES = [
 
 
 @pytest.mark.parametrize(("outcome", "with_rows", "without"), STATUSES)
-def test_slime_statuses(outcome: Any, with_rows: str, without: str) -> None:
+def test_slime_status_of_outcome(outcome: Any, with_rows: str, without: str) -> None:
     [sample] = slime.samples(one_row(outcome=Outcome(status=outcome)))
     [nothing] = slime.samples(session_without_rows(outcome))
     SlimeSample.model_validate(nothing)
@@ -121,7 +121,7 @@ def test_slime_statuses(outcome: Any, with_rows: str, without: str) -> None:
     assert (nothing["status"], nothing["remove_sample"], nothing["reward"]) == (without, True, None)
 
 
-def test_a_completed_session_whose_row_met_its_token_limit_is_truncated() -> None:
+def test_row_at_token_limit_is_truncated() -> None:
     [first] = SESSION.turns[:1]
     assert slime.samples(publish([evolve(first, finish_reason="length")]))[0]["status"] == "truncated"
 
@@ -131,7 +131,7 @@ def flat(groups: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("module", [slime, miles])
-def test_rollout_ids_are_of_the_batch_and_rows_share_their_sessions(module: Any) -> None:
+def test_rollout_ids_are_shared_by_session(module: Any) -> None:
     """slime 624b824, `utils/dp_schedule.py`: a step holds `global_batch_size` different rollout ids.
     `ray/rollout.py`: mask sums are pooled over equal ids.
     """
@@ -149,7 +149,7 @@ def test_rollout_ids_are_of_the_batch_and_rows_share_their_sessions(module: Any)
 
 
 @pytest.mark.parametrize("module", [slime, miles])
-def test_an_unusable_session_keeps_its_place_and_moves_no_baseline(module: Any) -> None:
+def test_unusable_session_keeps_its_place(module: Any) -> None:
     """slime 624b824, `backends/megatron_utils/data.py`: a mask is padded by `prompt_length - 1`, so there is a
     prompt. `observability/rollout_data_utils.py`: experts of every sample, and none all zero.
     """
@@ -169,7 +169,8 @@ def test_an_unusable_session_keeps_its_place_and_moves_no_baseline(module: Any) 
     assert (unscored["remove_sample"], unscored["reward"]) == (True, 1.0)
 
 
-def test_a_sample_names_the_version_of_each_stretch_and_its_sessions_reward() -> None:
+def test_sample_names_versions_and_reward() -> None:
+    """A sample names the version of each stretch, and its session's reward."""
     own = slime.samples(SESSION)[0]["metadata"]["polarnode"]
     assert own["version_spans"] == [[0, 2, "7"], [4, 5, "7"], [5, 7, "8"]]
     assert (own["session_reward"], own["row_reward"], own["staleness"]) == (1.0, 1.0, None)
@@ -178,7 +179,8 @@ def test_a_sample_names_the_version_of_each_stretch_and_its_sessions_reward() ->
 # ── miles ─────────────────────────────────────────────────────────────────────
 
 
-def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
+def test_miles_samples_extend_slime_samples() -> None:
+    """Miles' samples are slime's, but for its own names and types."""
     [ours], [theirs] = slime.samples(SESSION), miles.samples(SESSION)
     assert set(ours) - set(theirs) == {"session_id"}
     assert set(theirs) - set(ours) == {
@@ -204,7 +206,7 @@ def test_miles_samples_are_slimes_but_for_its_own_names_and_types() -> None:
     assert miles.session_tensors(session_without_rows()) == []
 
 
-def test_miles_session_tensors_have_each_field_that_its_decoder_reads() -> None:
+def test_miles_session_tensors_are_complete() -> None:
     """radixark/miles 31f1ca9, `miles/rollout/session/samples/codec.py`, SAMPLES_VALUE_SPEC_V2: the fields of
     codec json, each of which `decode_samples_and_merge_input_sample` reads by its name.
     """
@@ -214,7 +216,7 @@ def test_miles_session_tensors_have_each_field_that_its_decoder_reads() -> None:
     assert sent["metadata"]["response"] == "20-21-13-14-22-23-24"
 
 
-def test_miles_rows_of_a_session_share_its_reward() -> None:
+def test_miles_rows_share_session_reward() -> None:
     """radixark/miles 31f1ca9, `ray/rollout/train_data_conversion.py`: `all samples in rollout … must share one
     reward`.
     """
@@ -225,7 +227,7 @@ def test_miles_rows_of_a_session_share_its_reward() -> None:
 
 
 @pytest.mark.parametrize("module", [slime, miles])
-def test_a_teachers_logprobs_are_of_every_sample_of_a_batch_or_of_none(module: Any) -> None:
+def test_teacher_logprobs_need_every_sample(module: Any) -> None:
     """slime 624b824, `ray/rollout.py`: `if samples[0].teacher_log_probs is not None`, then those of all;
     `backends/megatron_utils/loss.py`, `apply_opd_kl_to_advantages`: subtracted from the response's logprobs.
     miles 31f1ca9: `utils/types.py` compares their length with the response's.
@@ -259,12 +261,12 @@ def test_a_teachers_logprobs_are_of_every_sample_of_a_batch_or_of_none(module: A
         lambda both: tinker.datums(both[0], kl_penalty_coef=1.0),
     ],
 )
-def test_a_session_without_its_teachers_logprobs_is_refused_beside_others(projected: Any) -> None:
+def test_session_without_teacher_logprobs_is_refused(projected: Any) -> None:
     with pytest.raises(Refused, match="session s0 has no teacher's logprobs"):
         projected([one_row(), taught(one_row(sample_index=1))])
 
 
-def test_verl_refuses_a_session_of_which_one_row_has_no_teacher() -> None:
+def test_verl_refuses_row_without_teacher() -> None:
     """verl 0.9.1, `_postprocess` (experimental/agent_loop/agent_loop.py) reads the first row's of all rows."""
     known, unknown = taught(session_of_two_rows()).traces[0], session_of_two_rows().traces[1]
     half = evolve(session_of_two_rows(), traces=(known, unknown))
@@ -273,7 +275,7 @@ def test_verl_refuses_a_session_of_which_one_row_has_no_teacher() -> None:
             project(half)
 
 
-def test_prime_rl_leaves_out_what_no_teacher_scored() -> None:
+def test_prime_rl_omits_unscored_samples() -> None:
     """PrimeIntellect-ai/prime-rl 559b44772: `ref_logprobs` of a sample has its length (trainer/batch.py), and
     `assign_reference_logprobs` (orchestrator/algo/routing.py) scores the nodes that have None.
     """
@@ -317,7 +319,7 @@ class TrainingSample(msgspec.Struct, array_like=True, omit_defaults=True):
 
 @pytest.mark.parametrize("advantage", [None, 0.5])
 @pytest.mark.parametrize("session", [SESSION, session_of_two_rows()])
-def test_prime_rl_makes_its_struct_of_a_samples_values(session: Trajectory, advantage: float | None) -> None:
+def test_prime_rl_builds_sample_struct(session: Trajectory, advantage: float | None) -> None:
     """Converted by msgspec, strictly, into a struct of the same fields in the same order: what `prepare_batch`
     takes in prime-rl's environment (PrimeIntellect-ai/prime-rl 559b44772, transports/rollouts/types.py).
     """
@@ -333,7 +335,7 @@ def test_prime_rl_makes_its_struct_of_a_samples_values(session: Trajectory, adva
             assert found.routed_experts.data[-6:] == bytes(6)
 
 
-def test_prime_rl_fields_lie_in_the_order_of_the_struct() -> None:
+def test_prime_rl_fields_follow_struct_order() -> None:
     """Those that we have nothing for are a user's to fill: each has its place."""
     [sample] = prime_rl.training_samples(one_row(), advantage=0.5)
     filled = sample | {
@@ -353,7 +355,7 @@ def test_prime_rl_fields_lie_in_the_order_of_the_struct() -> None:
 # ── NeMo RL ───────────────────────────────────────────────────────────────────
 
 
-def test_nemo_rl_trains_what_the_assistant_says_and_nothing_else() -> None:
+def test_nemo_rl_trains_only_assistant_text() -> None:
     import torch
 
     [result] = nemo_rl.results(SESSION, decode=lambda ids: f"{len(ids)} tokens", arrays="native")
@@ -373,7 +375,7 @@ def test_nemo_rl_trains_what_the_assistant_says_and_nothing_else() -> None:
     assert first["prompt_token_ids"] + first["generation_token_ids"] == second["prompt_token_ids"][:5]
 
 
-def test_an_item_of_gym_has_a_row_of_experts_for_each_of_its_tokens() -> None:
+def test_gym_items_have_all_expert_rows() -> None:
     """`_postprocess_nemo_gym_to_nemo_rl_result` (NVIDIA-NeMo/RL, nemo_rl/environments/nemo_gym.py at 7ea279a)
     raises for fewer: "too few routed_experts rows". Its codec is nemo_rl/utils/routed_experts_codec.py.
     """
@@ -391,7 +393,7 @@ def test_an_item_of_gym_has_a_row_of_experts_for_each_of_its_tokens() -> None:
     assert coded["prompt_token_ids"] == second["prompt_token_ids"]
 
 
-def test_samples_that_follow_one_another_are_one_item() -> None:
+def test_consecutive_samples_are_one_item() -> None:
     """`torch.tensor([])` is float32: a prompt that adds nothing ends NeMo RL's batch with "expected consistent
     types" (`_validate_tensor_consistency` of nemo_rl/data/llm_message_utils.py at 7ea279a).
     """
@@ -405,7 +407,7 @@ def test_samples_that_follow_one_another_are_one_item() -> None:
 # ── what can not be said ──────────────────────────────────────────────────────
 
 
-def test_a_reward_that_is_none_is_refused_where_it_would_be_taken_for_a_number() -> None:
+def test_missing_reward_is_refused() -> None:
     unjudged = one_row(reward=None)
     for refuses in (
         lambda: areal.tensors(unjudged),
@@ -429,7 +431,7 @@ def named(version: str) -> Trajectory:
     return publish(turns)
 
 
-def test_versions_that_are_no_numbers_need_a_reading() -> None:
+def test_named_versions_need_a_number() -> None:
     for refuses in (areal.tensors, lambda one: trl.rollout_samples(one, advantage=1.0, group_id=0)):
         with pytest.raises(Refused, match="'step-12' is no whole number"):
             refuses(named("step-12"))
@@ -444,7 +446,8 @@ def test_versions_that_are_no_numbers_need_a_reading() -> None:
     assert counted["extra_fields"]["max_global_steps"] == 12
 
 
-def test_a_first_token_that_is_trained_has_no_place_in_a_shifted_row() -> None:
+def test_trained_first_token_cannot_be_shifted() -> None:
+    """A first token that is trained has no place in a shifted row."""
     [trace] = SESSION.traces
     bare = evolve(
         trace,
@@ -457,7 +460,7 @@ def test_a_first_token_that_is_trained_has_no_place_in_a_shifted_row() -> None:
         tinker.datums(evolve(SESSION, traces=(bare,)))
 
 
-def test_supervised_datums_weigh_what_is_trained() -> None:
+def test_supervised_datums_weight_trained_tokens() -> None:
     [row] = tinker.supervised_datums(SESSION)
     assert row["loss_fn_inputs"]["weights"] == {
         "data": [0, 0, 1, 1, 0, 0, 1, 1, 1],
@@ -467,7 +470,7 @@ def test_supervised_datums_weigh_what_is_trained() -> None:
     assert set(row["loss_fn_inputs"]) == {"target_tokens", "weights"}
 
 
-def test_nothing_to_project_is_said() -> None:
+def test_empty_session_projects_to_nothing() -> None:
     empty = session_without_rows()
     assert areal.rollout([empty]) is None
     assert (
@@ -486,7 +489,7 @@ def test_nothing_to_project_is_said() -> None:
             refuses()
 
 
-def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
+def test_areal_rollout_rows_are_padded() -> None:
     batch: Any = areal.rollout([SESSION, session_of_two_rows(sample_index=1)])
     assert batch["input_ids"][2] == [30, 31, 32, 40, 0, 0, 0, 0, 0, 0]
     assert batch["versions"][2] == [-1, -1, -1, 8, -1, -1, -1, -1, -1, -1]
@@ -498,7 +501,7 @@ def test_the_rows_of_an_areal_rollout_are_padded_with_what_is_nothing() -> None:
     assert batch["turn_ids"][2] == [-1, -1, -1, 0, -1, -1, -1, -1, -1, -1]
 
 
-def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
+def test_areal_rewards_are_compared_by_session() -> None:
     """Rewards 1, 0 and 0 of sessions with 2 rows, 1 and 1: over rows their mean would be 1/2."""
     group = group_of(
         session_of_two_rows(), one_row(sample_index=1, reward=0.0), one_row(sample_index=2, reward=0.0)
@@ -514,7 +517,7 @@ def test_areal_rewards_are_compared_by_session_not_by_row() -> None:
         areal.rollout([SESSION], estimator="grpo")
 
 
-def test_what_stands_in_for_a_session_is_never_trained() -> None:
+def test_stand_in_is_never_trained() -> None:
     said = trl.rollout_output([SESSION, session_without_rows(sample_index=1)], absent=Absent(token_id=9))
     assert (said["completion_ids"][1], said["env_mask"][1], said["reward"]) == ([9], [0], [1.0, None])
     output = skyrl.generator_output(
@@ -525,7 +528,7 @@ def test_what_stands_in_for_a_session_is_never_trained() -> None:
     assert output["is_last_step"] == [True, True]
 
 
-def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
+def test_group_rollout_keeps_every_member() -> None:
     """One row, none, and two of which the main agent's is kept, with its own reward."""
     two = session_of_two_rows(sample_index=2, lineage_rewards={1: 0.25}, reward=0.5)
     lost = session_without_rows(sample_index=1)
@@ -546,14 +549,14 @@ def test_a_rollout_of_a_group_has_a_place_for_every_member() -> None:
     assert (dropped["reward"], dropped["env_mask"]) == ([None], [[0]])
 
 
-def test_rows_of_a_session_can_have_advantages_of_their_own() -> None:
+def test_rows_may_have_own_advantages() -> None:
     samples = trl.rollout_samples(session_of_two_rows(), advantage=[0.5, -0.5], group_id=1)
     assert [each["advantage"] for each in samples] == [0.5, -0.5]
     with pytest.raises(Refused, match="1 advantages were given for the 2 rows"):
         trl.rollout_samples(session_of_two_rows(), advantage=[0.5], group_id=1)
 
 
-def test_skyrl_refuses_experts_of_some_rows() -> None:
+def test_skyrl_refuses_partial_experts() -> None:
     with pytest.raises(Refused, match="pass experts=False"):
         skyrl.generator_output([SESSION, session_of_two_rows(sample_index=1)])
     output = skyrl.generator_output([SESSION, session_of_two_rows(sample_index=1)], experts=False)
@@ -561,7 +564,7 @@ def test_skyrl_refuses_experts_of_some_rows() -> None:
     assert output["trajectory_generation_times"] == [9.0, 9.0, 9.0]
 
 
-def test_skyrls_rows_have_their_sessions_reward_and_the_inputs_ids() -> None:
+def test_skyrl_rows_have_session_reward() -> None:
     """It gives all rows of a session the last one's reward, and finds the prompt by its own id."""
     apart = session_of_two_rows(reward=0.5, lineage_rewards={1: 0.0})
     output = skyrl.generator_output([apart], trajectory_ids=[("17", 3)])
@@ -571,7 +574,7 @@ def test_skyrls_rows_have_their_sessions_reward_and_the_inputs_ids() -> None:
         skyrl.generator_output([apart], trajectory_ids=[("17", 3), ("17", 4)])
 
 
-def test_skyrl_has_a_row_for_each_member_of_a_group() -> None:
+def test_skyrl_has_row_per_member() -> None:
     """A batch with fewer rows than prompts ends SkyRL's step."""
     group = group_of(
         SESSION, one_row(sample_index=2, reward=0.0), lost=[session_without_rows(sample_index=1)]
@@ -586,7 +589,7 @@ def test_skyrl_has_a_row_for_each_member_of_a_group() -> None:
         skyrl.generator_output(group)
 
 
-def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:
+def test_atropos_needs_all_advantages_or_none() -> None:
     with pytest.raises(Refused, match="no advantage is given for session s0"):
         atropos.scored_data([SESSION], advantages={"s1": 1.0})
     assert atropos.scored_data([SESSION], generation_params={"temperature": 1.0})["generation_params"] == {
@@ -597,7 +600,7 @@ def test_atropos_wants_an_advantage_for_each_session_or_none() -> None:
 # ── verl's batches ────────────────────────────────────────────────────────────
 
 
-def test_a_data_proto_is_padded_as_verl_pads_it() -> None:
+def test_data_proto_is_padded_like_verl() -> None:
     made = verl.data_proto(
         [SESSION, session_of_two_rows(sample_index=1)], pad_token_id=999, prompt_length=4, response_length=8
     )
@@ -623,7 +626,7 @@ def test_a_data_proto_is_padded_as_verl_pads_it() -> None:
         verl.data_proto([SESSION], pad_token_id=999, response_length=6)
 
 
-def test_a_prompt_of_the_queue_says_whether_its_sessions_are_of_use() -> None:
+def test_queue_prompt_reports_usable_sessions() -> None:
     kept, lost = (
         group_of(SESSION, session_of_two_rows(sample_index=1)),
         group_of(SESSION, lost=[session_without_rows(sample_index=1)]),
@@ -639,7 +642,7 @@ def test_a_prompt_of_the_queue_says_whether_its_sessions_are_of_use() -> None:
     }
 
 
-def test_sessions_of_several_tasks_have_keys_of_their_own() -> None:
+def test_sessions_of_several_tasks_have_keys() -> None:
     """As verl's own agent loop makes them: a task for each sample, whose only session has index 0."""
     made = verl.transfer_group(
         [one_row(), session_of_two_rows(), one_row()], uid="u", global_steps=4, prompt={"index": 3}
@@ -649,7 +652,7 @@ def test_sessions_of_several_tasks_have_keys_of_their_own() -> None:
     assert {(row["fields"]["uid"], row["fields"]["index"]) for row in made["rows"]} == {("u", 3)}
 
 
-def test_the_rows_of_a_session_have_its_reward_and_the_same_fields() -> None:
+def test_session_rows_share_reward_and_fields() -> None:
     """V1 reads the last row's reward for the session, and the first row's fields for all its rows."""
     apart = session_of_two_rows(reward=0.5, lineage_rewards={1: 5.0})
     first, second = apart.traces
@@ -667,7 +670,7 @@ def test_the_rows_of_a_session_have_its_reward_and_the_same_fields() -> None:
 
 
 @pytest.mark.parametrize("clock", ["turns", "tokens", "run", "repeats"])
-def test_a_budget_truncates_in_every_format(clock: Any) -> None:
+def test_budget_truncates_in_every_format(clock: Any) -> None:
     """Though the session's last answer was whole, so that its last token ends it."""
     session = one_row(outcome=Outcome(status="timeout", clock=clock))
     assert session.traces[0].finish_reason == "stop"
@@ -675,7 +678,7 @@ def test_a_budget_truncates_in_every_format(clock: Any) -> None:
     assert said_truncated(one_row()) == [False] * 9
 
 
-def test_a_cut_answer_truncates_in_every_format() -> None:
+def test_cut_answer_truncates_every_format() -> None:
     first = make_turn(0, None, [10, 11, 12], [20, 21])
     cut = publish([first, make_turn(1, first, [13], [22, 23], finish_reason="length")])
     assert cut.outcome.status == "completed"
@@ -702,7 +705,7 @@ def said_truncated(session: Trajectory) -> list[bool]:
     ]
 
 
-def test_a_completion_ends_as_trl_reads_it() -> None:
+def test_completion_ends_as_trl_expects() -> None:
     """With the trainer's own ids of tokens that end: a whole session has one last, a truncated one none. What is
     added is not trained.
     """

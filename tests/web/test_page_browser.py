@@ -182,9 +182,8 @@ VIEWS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_loads_without_an_error_and_asks_nobody_else(
-    node: str, watched: Watched, scheme: Any
-) -> None:
+def test_views_load_without_errors(node: str, watched: Watched, scheme: Any) -> None:
+    """Every view loads without an error and asks nobody else."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     page = watched.page
     page.emulate_media(color_scheme=scheme)
@@ -195,7 +194,8 @@ def test_every_view_loads_without_an_error_and_asks_nobody_else(
     watched.is_clean(node)
 
 
-def test_what_the_node_did_is_drawn_as_it_was_sampled(node: str, watched: Watched) -> None:
+def test_history_curve_matches_timeseries(node: str, watched: Watched) -> None:
+    """The curve of the page draws the values of `/v1/timeseries`."""
     page = watched.page
     page.goto(f"{node}/ui/#/now")
     curve = page.locator(".history figure").filter(has_text="sessions in run")
@@ -212,7 +212,7 @@ def test_what_the_node_did_is_drawn_as_it_was_sampled(node: str, watched: Watche
     watched.is_clean(node)
 
 
-def test_a_fork_and_its_parent_are_linked(node: str, watched: Watched) -> None:
+def test_fork_and_parent_are_linked(node: str, watched: Watched) -> None:
     page = watched.page
     page.goto(f"{node}/ui/#/groups")
     row = page.locator("tr", has=page.get_by_text("tree", exact=True))
@@ -237,13 +237,13 @@ def test_a_fork_and_its_parent_are_linked(node: str, watched: Watched) -> None:
     watched.is_clean(node)
 
 
-def test_an_unknown_session_is_answered_in_words(node: str, watched: Watched) -> None:
+def test_unknown_session_is_explained(node: str, watched: Watched) -> None:
     watched.page.goto(f"{node}/ui/#/s/nothing")
     expect(watched.page.get_by_role("alert")).to_contain_text("no session 'nothing' is in the log")
 
 
 @pytest.mark.parametrize("tab", ["overview", "conversation", "tokens", "compare"])
-def test_hostile_text_is_shown_and_never_run(node: str, watched: Watched, tab: str) -> None:
+def test_hostile_text_is_never_run(node: str, watched: Watched, tab: str) -> None:
     page = watched.page
     page.goto(f"{node}/ui/#/s/parser-3/{tab}")
     shown = page.locator(
@@ -289,9 +289,7 @@ async () => {
 @pytest.mark.parametrize(
     ("session", "row"), [("parser-1", 0), ("parser-1", 1), ("sliced-0", 1), ("long-0", 0)]
 )
-def test_the_tokens_of_the_page_are_those_of_the_json(
-    node: str, watched: Watched, session: str, row: int
-) -> None:
+def test_page_tokens_equal_json_tokens(node: str, watched: Watched, session: str, row: int) -> None:
     trace = answer(node, f"/v1/trajectories/{session}?arrays=base64")["traces"][row]
     mask = b64decode(trace["loss_mask"])
     watched.page.goto(f"{node}/ui/#/s/{session}/tokens?row={row}")
@@ -302,7 +300,7 @@ def test_the_tokens_of_the_page_are_those_of_the_json(
     watched.is_clean(node)
 
 
-def test_a_hundred_thousand_tokens_are_few_elements(node: str, watched: Watched) -> None:
+def test_hundred_thousand_tokens_few_elements(node: str, watched: Watched) -> None:
     page = watched.page
     page.goto(f"{node}/ui/#/s/long-0/tokens")
     expect(page.locator(".token-line").first).to_be_visible()
@@ -318,7 +316,7 @@ def test_a_hundred_thousand_tokens_are_few_elements(node: str, watched: Watched)
     assert min(counted) > 500, "there are tokens in view"
 
 
-def test_a_token_tells_what_the_trajectory_says_of_it(node: str, watched: Watched) -> None:
+def test_token_shows_its_trajectory_data(node: str, watched: Watched) -> None:
     found = answer(node, "/v1/trajectories/parser-1")
     trace = found["traces"][0]
     (seam,) = (
@@ -344,7 +342,8 @@ def test_a_token_tells_what_the_trajectory_says_of_it(node: str, watched: Watche
     assert float(facts["advantage"]) == pytest.approx(group["advantages"][1], abs=1e-3)
 
 
-def test_samples_are_compared_from_the_first_token_that_differs(node: str, watched: Watched) -> None:
+def test_samples_compare_from_first_difference(node: str, watched: Watched) -> None:
+    """Samples are compared from the first token that differs."""
     page = watched.page
     page.goto(f"{node}/ui/#/s/parser-1/compare")
     expect(page.locator(".sides .panel")).to_have_count(4)
@@ -357,7 +356,7 @@ def test_samples_are_compared_from_the_first_token_that_differs(node: str, watch
     watched.is_clean(node)
 
 
-def test_a_log_is_shown_without_the_commands_of_a_terminal(node: str, watched: Watched) -> None:
+def test_log_shown_without_terminal_codes(node: str, watched: Watched) -> None:
     watched.page.goto(f"{node}/ui/#/s/parser-3/log")
     shown = watched.page.locator(".log.whole")
     expect(shown).to_contain_text("starting\n100%\nKeyError: 'x'")
@@ -366,9 +365,8 @@ def test_a_log_is_shown_without_the_commands_of_a_terminal(node: str, watched: W
     watched.is_clean(node)
 
 
-def test_logs_of_the_node_are_followed_and_nothing_in_them_runs(
-    node: str, state: Path, watched: Watched
-) -> None:
+def test_node_logs_are_followed_safely(node: str, state: Path, watched: Watched) -> None:
+    """Logs of the node are followed, and nothing in them runs."""
     page = watched.page
     page.goto(f"{node}/ui/#/logs")
     shown = page.locator(".log.whole")
@@ -414,7 +412,7 @@ def tab_to(page: Page, wanted: Callable[[str], bool]) -> None:
     raise AssertionError("the key Tab does not reach it")
 
 
-def test_the_page_is_used_with_the_keyboard_alone(node: str, watched: Watched) -> None:
+def test_page_works_by_keyboard(node: str, watched: Watched) -> None:
     page = watched.page
     page.goto(f"{node}/ui/")
     tab_to(page, lambda name: name == "groups")
@@ -441,9 +439,8 @@ def test_the_page_is_used_with_the_keyboard_alone(node: str, watched: Watched) -
 # ── what changes while one looks ──────────────────────────────────────────────
 
 
-def test_a_session_appears_and_ends_and_its_group_comes_by_the_stream(
-    node: str, watched: Watched, context: BrowserContext
-) -> None:
+def test_stream_updates_sessions_and_groups(node: str, watched: Watched, context: BrowserContext) -> None:
+    """A session appears and ends, and its group comes, by the stream."""
     groups = Watched(context.new_page())
     groups.watch()
     groups.page.goto(f"{node}/ui/#/groups")
@@ -463,7 +460,8 @@ def test_a_session_appears_and_ends_and_its_group_comes_by_the_stream(
     groups.is_clean(node)
 
 
-def test_where_a_proxy_holds_the_stream_the_status_is_asked_instead(node: str, watched: Watched) -> None:
+def test_blocked_stream_falls_back_to_polling(node: str, watched: Watched) -> None:
+    """Where a proxy holds the stream, the status is asked for instead."""
     page = watched.page
     page.route("**/v1/sessions/live", lambda route: route.fulfill(status=502, body="bad gateway"))
     page.goto(f"{node}/ui/#/sessions")
@@ -476,7 +474,7 @@ def test_where_a_proxy_holds_the_stream_the_status_is_asked_instead(node: str, w
     assert {each for each in watched.problems if "502" not in each} == set()
 
 
-def test_now_is_asked_again_when_a_session_changes_and_is_quiet_else(node: str, watched: Watched) -> None:
+def test_now_refreshes_only_on_changes(node: str, watched: Watched) -> None:
     page = watched.page
     page.goto(f"{node}/ui/#/now")
     expect(page.locator("main")).to_contain_text("2 sessions are live")
@@ -490,7 +488,8 @@ def test_now_is_asked_again_when_a_session_changes_and_is_quiet_else(node: str, 
     watched.is_clean(node)
 
 
-def test_a_fleet_s_page_lists_the_sessions_and_logs_of_all_nodes(tmp_path: Path, watched: Watched) -> None:
+def test_fleet_page_lists_all_nodes(tmp_path: Path, watched: Watched) -> None:
+    """A fleet's page lists the sessions and logs of all nodes."""
     page = watched.page
     with here() as thread:
         url = open_fleet_in_thread(thread, tmp_path, nodes=2, token=None)
@@ -517,9 +516,7 @@ def test_a_fleet_s_page_lists_the_sessions_and_logs_of_all_nodes(tmp_path: Path,
         page.goto("about:blank")
 
 
-def test_the_token_is_asked_for_once_and_kept_in_the_tab(
-    locked_node: str, watched: Watched, context: BrowserContext
-) -> None:
+def test_token_asked_once_per_tab(locked_node: str, watched: Watched, context: BrowserContext) -> None:
     page = watched.page
     page.goto(f"{locked_node}/ui/#/groups")
     page.get_by_label("token").fill("another")
@@ -539,7 +536,8 @@ def test_the_token_is_asked_for_once_and_kept_in_the_tab(
 # ── what it does ──────────────────────────────────────────────────────────────
 
 
-def test_a_page_that_may_act_asks_first_and_acts_with_its_token(locked_node: str, watched: Watched) -> None:
+def test_action_needs_confirmation_and_token(locked_node: str, watched: Watched) -> None:
+    """A page that may act asks first, and acts with its token."""
     page = watched.page
     page.goto(f"{locked_node}/ui/#/now")
     page.get_by_label("token").fill(TOKEN)
@@ -562,7 +560,7 @@ def test_a_page_that_may_act_asks_first_and_acts_with_its_token(locked_node: str
     assert [each for each in watched.problems if "401" not in each] == []
 
 
-def test_a_page_that_may_not_act_offers_nothing(node: str, watched: Watched) -> None:
+def test_read_only_page_offers_nothing(node: str, watched: Watched) -> None:
     watched.page.goto(f"{node}/ui/#/now")
     expect(watched.page.locator("main")).to_contain_text("Weights")
     expect(watched.page.get_by_role("button")).to_have_count(0)
@@ -609,7 +607,7 @@ def show_file(watched: Watched, url: str) -> None:
     watched.is_clean(url)
 
 
-def test_view_serves_a_file_without_a_node(export: Path, watched: Watched) -> None:
+def test_view_serves_file_without_node(export: Path, watched: Watched) -> None:
     command = [sys.executable, "-m", "polarnode.cli", "view", "--from", export, "--model", MODEL]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         stop = threading.Timer(STARTED_S, process.kill)
@@ -625,7 +623,7 @@ def test_view_serves_a_file_without_a_node(export: Path, watched: Watched) -> No
             process.kill()
 
 
-def test_a_bundle_is_shown_from_any_web_server(export: Path, watched: Watched, tmp_path: Path) -> None:
+def test_bundle_works_on_any_server(export: Path, watched: Watched, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -682,9 +680,10 @@ def attacker(tmp_path: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("site", ["127.0.0.1", "localhost", "evil.example"])
 @pytest.mark.parametrize("has_token", [False, True])
-def test_a_page_of_another_site_gets_and_does_nothing(
+def test_cross_site_page_gets_nothing(
     node: str, locked_node: str, context: BrowserContext, attacker: int, site: str, has_token: bool
 ) -> None:
+    """A page of another site gets nothing and does nothing."""
     url = locked_node if has_token else node
     page = context.new_page()
     statuses: dict[str, int] = {}
@@ -709,9 +708,7 @@ def test_a_page_of_another_site_gets_and_does_nothing(
     assert "attack" not in {each["task_id"] for each in answer(node, "/v1/tasks")["tasks"]}
 
 
-def test_a_name_that_was_pointed_at_the_node_is_not_served(
-    node: str, locked_node: str, context: BrowserContext
-) -> None:
+def test_rebound_name_is_not_served(node: str, locked_node: str, context: BrowserContext) -> None:
     """DNS rebinding: the page's own name leads to the node, so that the browser takes both for one site."""
     page = context.new_page()
     port = node.rpartition(":")[2]

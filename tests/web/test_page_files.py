@@ -22,7 +22,8 @@ LONGEST = 300  # lines of a module of the page
 SINKS = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|dangerouslySetInnerHTML|DOMParser"
 
 
-def test_each_library_is_as_it_was_published_and_has_its_licence() -> None:
+def test_vendored_libraries_match_their_release() -> None:
+    """Each library is as it was published, and has its licence."""
     listed = {each["file"] for each in VENDORED} | {
         name for each in VENDORED for name in each["licences"].values()
     }
@@ -34,7 +35,8 @@ def test_each_library_is_as_it_was_published_and_has_its_licence() -> None:
 
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
-def test_a_module_says_what_it_is_is_short_and_asks_for_nothing_elsewhere(path: Path) -> None:
+def test_module_is_short_and_local(path: Path) -> None:
+    """A module says what it is, is short, and asks for nothing elsewhere."""
     source = path.read_text()
     assert source.startswith("/**"), "a module opens with what it is"
     assert len(source.splitlines()) <= LONGEST
@@ -45,7 +47,7 @@ def test_a_module_says_what_it_is_is_short_and_asks_for_nothing_elsewhere(path: 
     assert "https://" not in source
 
 
-def test_the_pure_parts_pass_their_own_tests() -> None:
+def test_pure_parts_pass_own_tests() -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip(
@@ -57,7 +59,8 @@ def test_the_pure_parts_pass_their_own_tests() -> None:
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-async def test_the_page_is_served_without_the_token_and_with_its_policy(tmp_path: Path) -> None:
+async def test_page_served_without_token(tmp_path: Path) -> None:
+    """The page is served without the token and with its policy."""
     async with open_plane(tmp_path / "journal.sqlite", token="secret") as plane:
         caller = Caller(url=plane.url, token="wrong")
         for name in ("", "main.js", "page.css", "vendor/htm-preact.js", "icon.svg"):
@@ -68,7 +71,7 @@ async def test_the_page_is_served_without_the_token_and_with_its_policy(tmp_path
         assert (await caller.get("/v1/status")).status == 401
 
 
-async def test_only_files_of_the_page_are_served(tmp_path: Path) -> None:
+async def test_only_page_files_are_served(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         for name in (
@@ -86,7 +89,7 @@ async def test_only_files_of_the_page_are_served(tmp_path: Path) -> None:
         assert (await caller.get("/ui/main.js", token="x")).status == 400, "no parameter is taken"
 
 
-async def test_the_guard_against_other_sites_holds_on_the_page(tmp_path: Path) -> None:
+async def test_cross_site_guard_covers_page(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite", token=None) as plane:
         for headers in (
             {"Sec-Fetch-Site": "cross-site"},
@@ -98,7 +101,7 @@ async def test_the_guard_against_other_sites_holds_on_the_page(tmp_path: Path) -
             assert found.status == 403, headers
 
 
-async def test_a_file_that_is_known_is_not_sent_again(tmp_path: Path) -> None:
+async def test_known_file_is_not_resent(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         first = await caller.get("/ui/main.js")

@@ -3,7 +3,7 @@
 from log_chaos import run_chaos
 
 
-def test_nothing_lost_or_doubled() -> None:
+def test_nothing_is_lost_or_doubled() -> None:
     found = run_chaos(seconds=15, nodes=3, seed=3)
     assert found["places"] > 20
     assert (found["lost"], found["doubled"], found["gaps"]) == (0, 0, 0), found

@@ -72,7 +72,7 @@ async def test_submit_and_read_task(log: Log) -> None:
     assert not record.finished
 
 
-async def test_submit_same_key_once(log: Log) -> None:
+async def test_same_key_submits_task_once(log: Log) -> None:
     await submit(log, "a", key="k")
     again = await log.submit(
         make_spec(), task_id="b", session_ids=("b-0",), idempotency_key="k", submitted=NOW
@@ -81,7 +81,7 @@ async def test_submit_same_key_once(log: Log) -> None:
     assert len(await log.tasks()) == 1
 
 
-async def test_submit_taken_id(places: Log) -> None:
+async def test_submit_refuses_taken_id(places: Log) -> None:
     await submit(places, "a")
     await submit(places, "a")  # the same, after a lost answer
     with pytest.raises(Conflict, match="task a exists"):
@@ -93,7 +93,7 @@ async def test_submit_refuses_null_character(log: Log) -> None:
         await submit(log, "a\0")
 
 
-async def test_tasks_in_pages(log: Log) -> None:
+async def test_tasks_are_listed_in_pages(log: Log) -> None:
     for name in "abc":
         await submit(log, name)
     assert [each.task_id for each in await log.tasks(limit=2)] == ["c", "b"]
@@ -112,7 +112,7 @@ async def test_latest_run_of_name(log: Log) -> None:
 # ── claims ────────────────────────────────────────────────────────────────────
 
 
-async def test_claim_in_order(places: Log) -> None:
+async def test_places_are_claimed_in_order(places: Log) -> None:
     node = await join(places)
     await submit(places, "old", num_samples=2)
     await submit(places, "image")
@@ -123,7 +123,7 @@ async def test_claim_in_order(places: Log) -> None:
     assert [each.session_id for each in second] == ["old-1"], "what runs here goes before an older task"
 
 
-async def test_claim_begun_tasks_only(places: Log) -> None:
+async def test_claim_of_begun_tasks_only(places: Log) -> None:
     node = await join(places)
     await submit(places, "a", num_samples=3)
     assert not await places.claim(ClaimOffer(incarnation=node, room=9, begun_only=True))
@@ -141,14 +141,14 @@ async def test_claim_prefers_prepared_images(places: Log) -> None:
     assert [each.task_id for each in found] == ["b"]
 
 
-async def test_claim_needs_labels(places: Log) -> None:
+async def test_claim_needs_node_labels(places: Log) -> None:
     node = await join(places)
     await submit(places, "a", requires={"zone": "x", "model": "m"})
     assert not await claim(places, node, labels={"zone": "x"})
     assert await claim(places, node, labels={"zone": "x", "model": "m", "node": "n"})
 
 
-async def test_submit_same_key_at_once(log: Log) -> None:
+async def test_concurrent_submits_share_one_key(log: Log) -> None:
     async with trio.open_nursery() as nursery:
         for name in "abc":
             nursery.start_soon(partial(submit, log, name, key="k"))
@@ -172,7 +172,7 @@ async def test_capture_takes_place_by_name(places: Log) -> None:
     assert [each.session_id for each in await places.claim_endings(node, 10)] == ["t-0"]
 
 
-async def test_claim_twice_gives_nothing(shared: Log) -> None:
+async def test_second_claim_gives_nothing(shared: Log) -> None:
     first, second = await join(shared, "a"), await join(shared, "b")
     await submit(shared, "t", num_samples=3)
     mine = await claim(shared, first, 2)
@@ -182,7 +182,7 @@ async def test_claim_twice_gives_nothing(shared: Log) -> None:
     assert await shared.claims(first) == mine, "what a node asks after a lost answer"
 
 
-async def test_finish_whole_group(log: Log) -> None:
+async def test_finish_completes_whole_group(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", num_samples=2, group_id="g")
     one, two = await claim(log, node)
@@ -218,7 +218,7 @@ async def test_finish_after_lost_answer(log: Log) -> None:
     assert await keys(log) == ["trajectory:t-0", "group:t", "task:t"]
 
 
-async def test_finish_unknown_task(places: Log) -> None:
+async def test_finish_of_unknown_task(places: Log) -> None:
     node = await join(places)
     await submit(places, "t")
     (held,) = await claim(places, node)
@@ -230,7 +230,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in value.__attrs_attrs__}
 
 
-async def test_finish_siblings_at_once(log: Log) -> None:
+async def test_siblings_finish_at_once(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", num_samples=8)
     async with trio.open_nursery() as nursery:
@@ -239,7 +239,7 @@ async def test_finish_siblings_at_once(log: Log) -> None:
     assert len(await keys(log)) == 10
 
 
-async def test_finish_large_body(log: Log) -> None:
+async def test_finish_with_large_body(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
@@ -249,7 +249,7 @@ async def test_finish_large_body(log: Log) -> None:
     assert whole.sampled_tokens == 3_000_000
 
 
-async def test_capture_published_once(log: Log) -> None:
+async def test_capture_is_published_once(log: Log) -> None:
     node = await join(log)
     capture = pack_whole_session(make_trajectory("c", task_id="", group_id=""), finished=NOW)
     assert await log.publish_session(capture, node) == "now"
@@ -260,7 +260,7 @@ async def test_capture_published_once(log: Log) -> None:
 # ── places that are put back ──────────────────────────────────────────────────
 
 
-async def test_put_back_counts_retry(log: Log) -> None:
+async def test_put_back_counts_a_retry(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", retries=1)
     (held,) = await claim(log, node)
@@ -275,7 +275,7 @@ async def test_put_back_counts_retry(log: Log) -> None:
     assert lost.retried_as == again.session_id
 
 
-async def test_put_back_and_keep(places: Log) -> None:
+async def test_put_back_keeps_place_at_node(places: Log) -> None:
     node = await join(places)
     await submit(places, "t")
     (held,) = await claim(places, node)
@@ -307,7 +307,7 @@ async def test_spent_retries_end_group(shared: Log) -> None:
     assert found[2:] == ["group:t", "task:t"]
 
 
-async def test_unclaimed_loser_still_wins(shared: Log) -> None:
+async def test_lost_node_finishes_unclaimed_place(shared: Log) -> None:
     slow, other = await join(shared, "slow"), await join(shared, "other")
     await submit(shared, "t")
     (held,) = await claim(shared, slow)
@@ -332,7 +332,7 @@ async def test_late_finish_becomes_attempt(shared: Log) -> None:
 # ── cancels and early stops ───────────────────────────────────────────────────
 
 
-async def test_cancel_running_and_queued(places: Log) -> None:
+async def test_cancel_running_and_queued_places(places: Log) -> None:
     node = await join(places)
     await submit(places, "t", num_samples=2)
     (held,) = await claim(places, node, 1)
@@ -383,7 +383,7 @@ async def test_early_stop_ends_queued_places(places: Log) -> None:
 # ── nodes ─────────────────────────────────────────────────────────────────────
 
 
-async def test_join_inherits_own_places(log: Log) -> None:
+async def test_rejoining_node_inherits_own_places(log: Log) -> None:
     await submit(log, "t", num_samples=2)
     first = await join(log)
     one, two = await claim(log, first)
@@ -397,7 +397,7 @@ async def test_join_inherits_own_places(log: Log) -> None:
     assert [each.attempt for each in await claim(log, joined.incarnation)] == [1]
 
 
-async def test_expire_by_compare_and_set(shared: Log) -> None:
+async def test_expire_needs_the_current_sign(shared: Log) -> None:
     node = await join(shared)
     watched = (await shared.read_signs())[node]
     assert await shared.give_sign(node)
@@ -415,7 +415,7 @@ async def test_lost_node_claims_nothing(shared: Log) -> None:
     assert not await shared.claim_endings(node, 1)
 
 
-async def test_leave_gives_places_back(shared: Log) -> None:
+async def test_leaving_node_gives_places_back(shared: Log) -> None:
     node, other = await join(shared), await join(shared, "other")
     await submit(shared, "t")
     await claim(shared, node)
@@ -423,7 +423,7 @@ async def test_leave_gives_places_back(shared: Log) -> None:
     assert len(await claim(shared, other)) == 1
 
 
-async def test_nodes_and_node_of(log: Log) -> None:
+async def test_nodes_and_node_of_session(log: Log) -> None:
     node = await join(log, url="http://a", labels={"zone": "x"}, certificate="ab")
     await log.give_sign(node, {"load": 3})
     await submit(log, "t")
@@ -513,7 +513,7 @@ async def test_streams_of_dead_node_end(shared: Log) -> None:
     assert (await shared.consumers())[0].connected == 1, "the stream is still open in this process"
 
 
-async def test_meet_consumer_once(log: Log) -> None:
+async def test_consumer_is_registered_once(log: Log) -> None:
     await _finished(log, "a")
     end_of_log = await log.last_cursor()
     assert end_of_log == Cursor(position=3, log=await log.log_name())
@@ -523,7 +523,7 @@ async def test_meet_consumer_once(log: Log) -> None:
     assert [(each.consumer, each.position) for each in await log.consumers()] == [("new", 3), ("old", 0)]
 
 
-async def test_bare_position_of_another_log(log: Log) -> None:
+async def test_position_of_another_log(log: Log) -> None:
     """A number says nothing of its log: one beyond the end is of another, whose reader has read nothing here."""
     await _finished(log, "a")
     found = await log.events(Cursor(position=9))
@@ -532,7 +532,7 @@ async def test_bare_position_of_another_log(log: Log) -> None:
     assert (await log.acknowledge("c", Cursor(position=9), now=NOW)).position == 3
 
 
-async def test_standing_of_log(log: Log) -> None:
+async def test_standing_reports_log_positions(log: Log) -> None:
     await _finished(log, "a", "b")
     await log.acknowledge("c", Cursor(position=4), now=NOW)
     if isinstance(log, PostgresLog):
@@ -564,7 +564,7 @@ async def test_finished_groups_newest_first(log: Log) -> None:
     assert await log.finished_groups(1, state="dropped") == ()
 
 
-async def test_retention_below_acknowledged(log: Log) -> None:
+async def test_retention_prunes_acknowledged_events(log: Log) -> None:
     await _finished(log, "a", "b")
     keep = RetentionLimits(acknowledged=0, everything=1 << 40)
     assert await log.prune(keep, now=NOW) == 0, "no consumer has acknowledged anything"
@@ -587,13 +587,13 @@ async def test_retention_below_acknowledged(log: Log) -> None:
     assert (await keys(log, 6))[0] == "trajectory:c-0", "positions go on"
 
 
-async def test_retention_above_everything(log: Log) -> None:
+async def test_retention_prunes_beyond_total_limit(log: Log) -> None:
     await _finished(log, "a", "b")
     await log.acknowledge("c", Cursor(position=0), now=NOW)
     assert await log.prune(RetentionLimits(everything=0, acknowledged=0), now=NOW) == 6
 
 
-async def test_retention_by_age(log: Log) -> None:
+async def test_retention_prunes_by_age(log: Log) -> None:
     await _finished(log, "a")
     keep = RetentionLimits(acknowledged_s=100.0)
     await log.acknowledge("c", Cursor(position=3), now=NOW)
@@ -639,7 +639,7 @@ async def test_stale_node_claims_nothing(log: Log) -> None:
     assert await claim(log, node, serving={"": "v1"})
 
 
-async def test_adapter_version_required(log: Log) -> None:
+async def test_claim_requires_adapter_version(log: Log) -> None:
     node = await join(log)
     body = {"source": {"kind": "adapter", "adapter": "a"}}
     await log.add_weights("a2", body, shared=True, at=NOW)
@@ -651,7 +651,7 @@ async def test_adapter_version_required(log: Log) -> None:
     assert [each.version for each in await log.weights(adapters=True)] == ["a2"]
 
 
-async def test_version_found_by_name(log: Log) -> None:
+async def test_version_is_found_by_name(log: Log) -> None:
     node = await join(log)
     await log.add_weights("v1", {"step": 1}, shared=True, at=NOW)
     await log.add_weights("v1", {"step": 2}, at=NOW)
@@ -663,7 +663,7 @@ async def test_version_found_by_name(log: Log) -> None:
     assert await log.weights_of("v2") is None
 
 
-async def test_latest_of_each_adapter(log: Log) -> None:
+async def test_latest_version_of_each_adapter(log: Log) -> None:
     await join(log)
     for version, adapter in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("a3", "a")):
         body: dict[str, Any] = {"source": {"kind": "adapter", "adapter": adapter}}
@@ -675,7 +675,7 @@ async def test_latest_of_each_adapter(log: Log) -> None:
     assert [each.version for each in await log.weights(latest=True)] == ["v1"]
 
 
-async def test_current_is_among_latest(shared: Log) -> None:
+async def test_current_version_is_among_latest(shared: Log) -> None:
     """A node loads the version that counts while a newer one has no second copy yet."""
     await join(shared)
     await shared.add_weights("v1", {}, shared=True, at=NOW)
@@ -689,7 +689,7 @@ async def test_current_is_among_latest(shared: Log) -> None:
     ]
 
 
-async def test_deleted_adapter_not_required(log: Log) -> None:
+async def test_deleted_adapter_is_not_required(log: Log) -> None:
     node = await join(log)
     body = {"kind": "adapter", "adapter": "a"}
     await log.add_weights("a1", {"source": {**body}}, shared=True, at=NOW)
@@ -701,7 +701,7 @@ async def test_deleted_adapter_not_required(log: Log) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_change_of_weights_is_news(kind: str, dsn: str, tmp_path: Path) -> None:
+async def test_weight_change_wakes_nodes(kind: str, dsn: str, tmp_path: Path) -> None:
     opened = open_sqlite(tmp_path / "j") if kind == "sqlite" else open_postgres(dsn)
     async with opened as log:
         node = await join(log)
@@ -734,7 +734,7 @@ async def test_versions_of_each_model(shared: Log) -> None:
     assert await claim(shared, judge, 1, labels={"model": "judge"})
 
 
-async def test_transfers_are_known_at_every_node(shared: Log) -> None:
+async def test_transfers_are_known_everywhere(shared: Log) -> None:
     for number in range(70):
         await shared.add_transfer("update", f"u{number}", {"ids": {"1": str(number)}}, model="m")
     await shared.add_transfer("group", "u69", [1, 2], model="m")
@@ -750,7 +750,7 @@ async def test_transfers_are_known_at_every_node(shared: Log) -> None:
     assert await shared.read_transfer("group", "u69", model="m") == [1, 3]
 
 
-async def test_hold_of_a_model_and_of_all(shared: Log) -> None:
+async def test_hold_one_model_or_all(shared: Log) -> None:
     await join(shared, "one")
     await shared.hold_generation("retract")
     await shared.hold_generation(None, model="judge")
@@ -770,7 +770,7 @@ async def test_hold_of_a_model_and_of_all(shared: Log) -> None:
     ]
 
 
-async def test_hold_ends_with_the_nodes_that_were_held(shared: Log) -> None:
+async def test_hold_ends_with_held_nodes(shared: Log) -> None:
     """A trainer that died holds nobody who comes later."""
     one, two = await join(shared, "one"), await join(shared, "two")
     await shared.hold_generation("retract")
@@ -785,7 +785,7 @@ async def test_hold_ends_with_the_nodes_that_were_held(shared: Log) -> None:
 # ── callbacks ─────────────────────────────────────────────────────────────────
 
 
-async def test_callback_leased_to_one(log: Log) -> None:
+async def test_callback_is_leased_to_one(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", callback_url="http://r")
     (held,) = await claim(log, node)
@@ -801,7 +801,7 @@ async def test_callback_leased_to_one(log: Log) -> None:
     assert await log.count_callbacks() == CallbackCounts(pending=2, expired=0)
 
 
-async def test_callback_room_by_url(log: Log) -> None:
+async def test_callback_limit_per_url(log: Log) -> None:
     node = await join(log)
     for name, url in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y"), ("e", "z")):
         await submit(log, name, callback_url=f"http://{url}", callback_kinds=("trajectory",))
@@ -850,7 +850,7 @@ async def test_forks_of_session(log: Log) -> None:
     assert found.forked_from == parent
 
 
-async def test_earlier_attempts_last_first(log: Log) -> None:
+async def test_earlier_attempts_are_last_first(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", retries=5)
     (held,) = await claim(log, node)
@@ -860,7 +860,7 @@ async def test_earlier_attempts_last_first(log: Log) -> None:
     assert [(each.identity.attempt, each.count) for each in found] == [(1, 2), (0, 2)]
 
 
-async def test_fork_parent_with_turns(log: Log) -> None:
+async def test_fork_parent_includes_turns(log: Log) -> None:
     node = await join(log)
     await submit(log, "t")
     (held,) = await claim(log, node)
@@ -878,7 +878,7 @@ async def test_fork_parent_with_turns(log: Log) -> None:
     assert await log.fork_parent(ForkSpec(session="none", turn=0)) is None
 
 
-async def test_claim_leaves_avoided_places(log: Log) -> None:
+async def test_claim_skips_avoided_places(log: Log) -> None:
     node = await join(log)
     await submit(log, "t", num_samples=3)
     held = await claim(log, node, avoided=frozenset({("t", 1)}))
@@ -886,7 +886,7 @@ async def test_claim_leaves_avoided_places(log: Log) -> None:
     assert [each.sample_index for each in await claim(log, node)] == [1]
 
 
-async def test_reward_once_an_evaluation(log: Log) -> None:
+async def test_one_reward_per_evaluation(log: Log) -> None:
     await _finished(log, "a")
     node = await join(log)
     spec = EvaluationSpec(task_id="a")

@@ -40,7 +40,7 @@ async def read_all(log: Log) -> list[tuple[int, str, str, bytes]]:
     return [(each.seq, each.kind, each.key, each.body) for each in page.events]
 
 
-async def test_journal_becomes_log(cluster: Cluster, tmp_path: Path) -> None:
+async def test_journal_migrates_to_log(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as lone:
         me = await join(lone)
@@ -87,7 +87,7 @@ async def test_journal_becomes_log(cluster: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
-async def test_old_journals_are_taken(cluster: Cluster, tmp_path: Path, version: int) -> None:
+async def test_old_journal_versions_migrate(cluster: Cluster, tmp_path: Path, version: int) -> None:
     path = tmp_path / "journal.sqlite"
     source = DATA / f"v{version}" / "journal.sqlite.gz"
     path.write_bytes(gzip.decompress(source.read_bytes()))
@@ -112,7 +112,7 @@ async def test_old_journals_are_taken(cluster: Cluster, tmp_path: Path, version:
         ]
 
 
-async def test_damaged_body_is_mended(cluster: Cluster, tmp_path: Path) -> None:
+async def test_damaged_body_is_repaired(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as lone:
         me = await join(lone)
@@ -130,7 +130,7 @@ async def test_damaged_body_is_mended(cluster: Cluster, tmp_path: Path) -> None:
         assert len(whole.turns) == 2
 
 
-async def test_only_an_empty_log_takes_a_journal(cluster: Cluster, dsn: str, tmp_path: Path) -> None:
+async def test_only_empty_log_takes_journal(cluster: Cluster, dsn: str, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path), open_postgres(dsn) as log:
         await submit(log, "t")
@@ -141,7 +141,7 @@ async def test_only_an_empty_log_takes_a_journal(cluster: Cluster, dsn: str, tmp
     assert used.exit_code == 1
 
 
-def test_old_fleets_journal_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_old_fleet_journal_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     path.write_bytes(gzip.decompress((DATA / "v9" / "journal.sqlite.gz").read_bytes()))
     with sqlite3.connect(path) as db:
@@ -154,7 +154,7 @@ def test_old_fleets_journal_is_refused(cluster: Cluster, tmp_path: Path) -> None
         assert log.execute("SELECT count(*) FROM polarnode.tasks").fetchone() == (0,)
 
 
-def test_tables_are_made_once(cluster: Cluster) -> None:
+def test_tables_are_created_once(cluster: Cluster) -> None:
     dsn = empty(cluster)
     assert "0001_tables.sql" in run(POLARNODE_LOG=dsn).output
     assert "0001_tables.sql" not in run(POLARNODE_LOG=dsn).output
@@ -165,7 +165,7 @@ def test_tables_are_made_once(cluster: Cluster) -> None:
     assert "cannot be reached" in run("--log", "host=/nowhere dbname=x").output
 
 
-async def test_node_makes_missing_tables_alone(cluster: Cluster) -> None:
+async def test_node_creates_missing_tables(cluster: Cluster) -> None:
     """A node makes the tables of an empty database, and two that begin at once wait for each other."""
     dsn = empty(cluster)
     async with open_postgres(dsn) as one, open_postgres(dsn) as other:

@@ -19,7 +19,7 @@ from polarnode.journal.log.postgres.connection import Database, open_database
 from polarnode.journal.log.rules import compute_gap
 
 
-def test_task_ending_bodies() -> None:
+def test_ended_task_event_body() -> None:
     facts = [
         SessionFacts(
             session_id=f"s{index}",
@@ -53,7 +53,7 @@ async def test_names_are_compared_as_bytes(dsn: str) -> None:
     assert found.task_id == "a:run-2"
 
 
-async def test_evaluation_of_dead_node_taken(dsn: str) -> None:
+async def test_evaluation_of_dead_node_is_taken(dsn: str) -> None:
     async with open_postgres(dsn, watch=False) as log:
         dead, node = await join(log, "dead"), await join(log)
         await submit(log, "t")
@@ -87,7 +87,7 @@ def test_two_versions_served_at_once(dsn: str) -> None:
         assert [each.version for each in found if each.current] == ["v7"]
 
 
-def test_gap_of_each_cursor() -> None:
+def test_gap_for_each_cursor() -> None:
     """Where a reader goes on that asks after position 7 or 3, by what this log knows of the one it read."""
     here: dict[str, Any] = {"log": "b", "last": 9, "pruned": 4}
     assert compute_gap(Cursor(position=7, log="b"), **here, known=True, lost_after=None) is None
@@ -101,7 +101,7 @@ def test_gap_of_each_cursor() -> None:
     assert [each and each.position for each in found] == [4, 6, 9, 4, 4]
 
 
-async def test_events_deleted_within_a_look(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_deleted_between_two_reads(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Retention deletes between the two statements of a page: its reader is told, and skips nothing unsaid."""
     real, pruned = events.find_gap, list[int]()
 
@@ -124,7 +124,7 @@ async def test_events_deleted_within_a_look(dsn: str, monkeypatch: pytest.Monkey
         assert (found.gap.position, [each.seq for each in found.page.events]) == (2, [3])
 
 
-def test_latest_versions_read_once(dsn: str) -> None:
+def test_latest_versions_are_read_once(dsn: str) -> None:
     """Each node asks for them at all news of weights: what it costs must not grow with the square of the versions."""
     query = f"EXPLAIN {weights.SELECT_WEIGHTS}{weights.ONLY_LATEST}{weights.LIST_CLAUSE}"
     with open_database(dsn, name="x") as db:
@@ -152,7 +152,7 @@ def test_known_weights_are_no_news(dsn: str) -> None:
             assert news() == 2 * number
 
 
-async def test_older_version_never_counts_again(dsn: str) -> None:
+async def test_older_version_never_becomes_current(dsn: str) -> None:
     """Two trainers at two nodes: the version that was brought first finds its second holder last."""
     async with open_postgres(dsn, watch=False) as log:
         one, two = await join(log, "one"), await join(log, "two")
@@ -171,7 +171,7 @@ async def test_older_version_never_counts_again(dsn: str) -> None:
         assert row.holders == (), "rows of holders are kept for what may still be copied"
 
 
-def test_backlog_of_silent_receiver_unread(dsn: str) -> None:
+def test_silent_receiver_backlog_stays_unread(dsn: str) -> None:
     """Its backlog may be 100,000 events, and each node looks some times a second for what can be sent."""
     with open_database(dsn, name="x") as db:
         for table, columns, values in (

@@ -37,7 +37,7 @@ from polarnode.journal.values import RetentionLimits
 # ── wake-ups ──────────────────────────────────────────────────────────────────
 
 
-async def test_news_wake_reader(dsn: str) -> None:
+async def test_finish_wakes_reader_elsewhere(dsn: str) -> None:
     async with open_postgres(dsn) as log, open_postgres(dsn, name="other") as other:
         node = await join(other)
         await submit(other, "t")
@@ -51,7 +51,7 @@ async def test_news_wake_reader(dsn: str) -> None:
                     seen = log.event_news
 
 
-async def test_news_of_cancel(dsn: str) -> None:
+async def test_cancel_wakes_other_node(dsn: str) -> None:
     async with open_postgres(dsn) as log, open_postgres(dsn, name="other") as other:
         node = await join(log)
         await submit(log, "t")
@@ -65,7 +65,7 @@ async def test_news_of_cancel(dsn: str) -> None:
                     seen = log.news
 
 
-async def test_silent_node_loses_places(dsn: str) -> None:
+async def test_silent_node_loses_its_places(dsn: str) -> None:
     """No test waits for a lease elsewhere; here a node that signs and one that does not are watched."""
     async with open_postgres(dsn) as watcher, open_postgres(dsn, watch=False) as silent:
         alive = await join(watcher, "alive")
@@ -82,7 +82,7 @@ async def test_silent_node_loses_places(dsn: str) -> None:
 # ── the log is away ───────────────────────────────────────────────────────────
 
 
-async def test_crash_and_recovery() -> None:
+async def test_log_recovers_after_database_crash() -> None:
     with running_cluster() as cluster:
         async with open_postgres(cluster.database()) as log:
             node = await join(log)
@@ -105,7 +105,7 @@ async def test_crash_and_recovery() -> None:
             assert await keys(log) == ["trajectory:t-0", "trajectory:t-1", "group:t", "task:t"]
 
 
-async def test_outage_expires_nobody() -> None:
+async def test_database_outage_expires_no_node() -> None:
     with running_cluster() as cluster:
         dsn = cluster.database()
         async with open_postgres(dsn) as one, open_postgres(dsn, name="two") as two:
@@ -140,7 +140,7 @@ def test_bad_dsn_is_named() -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_one_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_caller_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waited in line for the connection is not kept for another time-out each."""
     asked = list[str]()
 
@@ -160,7 +160,7 @@ def test_one_waits_for_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(asked) == 2
 
 
-def test_unreachable_server_is_away() -> None:
+def test_unreachable_server_raises_log_away() -> None:
     with pytest.raises(LogUnavailable, match="the log is away"):
         LogConnection("host=/nowhere dbname=x", "n").run_now(check_version)
 
@@ -168,7 +168,7 @@ def test_unreachable_server_is_away() -> None:
 # ── failover and restore ──────────────────────────────────────────────────────
 
 
-async def test_promotion_names_gap() -> None:
+async def test_promotion_reports_a_gap() -> None:
     """What an asynchronous standby lacks is a gap with a name; a node commits it again by its key."""
     with running_cluster() as primary:
         dsn = primary.database()
@@ -291,12 +291,12 @@ async def _claimed_by_two(log: Log, other: Log) -> None:
     assert len(taken) == 40
 
 
-async def test_claims_by_two_nodes(dsn: str) -> None:
+async def test_two_nodes_claim_different_places(dsn: str) -> None:
     async with open_postgres(dsn, watch=False) as log, open_postgres(dsn, watch=False) as other:
         await _claimed_by_two(log, other)
 
 
-def test_claim_waits_for_nobody(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_waits_for_no_lock(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def claim_beside_lock(statement: str) -> int:
         with (
             open_database(dsn, name="holder") as holder,
@@ -450,7 +450,7 @@ RULES: list[tuple[Rule, str, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "sql", "without"), RULES, ids=[rule.__name__[1:] for rule, _, _ in RULES])
-async def test_rule_and_its_sql(cluster: Cluster, rule: Rule, sql: str, without: str) -> None:
+async def test_rule_needs_its_sql_clause(cluster: Cluster, rule: Rule, sql: str, without: str) -> None:
     async with open_postgres(cluster.database(), watch=False) as log:
         await rule(log)
     async with open_postgres(cluster.database(mutated(sql, without)), watch=False) as log:
@@ -571,7 +571,7 @@ CONSTANTS: list[tuple[Rule, Any, str, str, str]] = [
 @pytest.mark.parametrize(
     ("rule", "module", "name", "sql", "without"), CONSTANTS, ids=[each[0].__name__[1:] for each in CONSTANTS]
 )
-async def test_rule_and_its_statement(
+async def test_rule_needs_its_statement(
     cluster: Cluster,
     monkeypatch: pytest.MonkeyPatch,
     rule: Rule,
@@ -590,7 +590,7 @@ async def test_rule_and_its_statement(
             await rule(log)
 
 
-def test_large_body_holds_nobody(dsn: str) -> None:
+def test_large_body_blocks_nobody(dsn: str) -> None:
     """A body of 100 MB is written in parts, and what holds the others is the short function alone."""
     with open_database(dsn, name="a") as db, open_database(dsn, name="b") as other:
         node = membership.join(db, NodeFacts(name="n")).incarnation
@@ -619,7 +619,7 @@ def test_large_body_holds_nobody(dsn: str) -> None:
 # ── sweeping ──────────────────────────────────────────────────────────────────
 
 
-async def test_bodies_without_event_swept(dsn: str) -> None:
+async def test_bodies_without_event_are_swept(dsn: str) -> None:
     async with open_postgres(dsn, watch=False) as log:
         node = await join(log)
         await submit(log, "t", num_samples=2)
@@ -634,7 +634,7 @@ async def test_bodies_without_event_swept(dsn: str) -> None:
         assert [tuple(row.values()) for row in rows] == [("t-0", node), ("t-1", node)]
 
 
-async def test_refused_evaluations_swept(dsn: str) -> None:
+async def test_refused_evaluations_are_swept(dsn: str) -> None:
     async with open_postgres(dsn, watch=False) as log:
         node, now = await join(log), time.time()
         spec = EvaluationSpec(task_id="t")
@@ -652,7 +652,7 @@ async def test_refused_evaluations_swept(dsn: str) -> None:
         assert found == ["young", "pending"]
 
 
-async def test_old_versions_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_old_weight_versions_are_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "VERSIONS_KEPT", 2)
     async with open_postgres(dsn, watch=False) as log:
         for version in ("v1", "v2", "v3", "v4", "v5"):
@@ -663,7 +663,7 @@ async def test_old_versions_swept(dsn: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert [row.version for row in await log.weights()] == ["v5", "v4", "v2"]
 
 
-async def test_incarnation_given_once(dsn: str) -> None:
+async def test_incarnation_is_given_once(dsn: str) -> None:
     """A promoted standby that lacks the last start of a node gives its number to no other."""
     async with open_postgres(dsn, watch=False) as log:
         await log.log_name()
@@ -697,7 +697,7 @@ async def test_retention_runs_by_itself(dsn: str, monkeypatch: pytest.MonkeyPatc
             assert row["stored"] == row["kept"]
 
 
-async def test_retention_spares_the_young(dsn: str) -> None:
+async def test_retention_spares_young_rows(dsn: str) -> None:
     """A node may tell a new primary of them again, where an unknown task is taken for a lost one."""
     async with open_postgres(dsn, watch=False) as log:
         node = await join(log)
@@ -725,7 +725,7 @@ INSERT INTO callbacks (position, task_id, url) SELECT position, task_id, 'http:/
 """
 
 
-def test_statements_read_no_whole_table(dsn: str) -> None:
+def test_statements_use_indexes(dsn: str) -> None:
     """Each look of a node is by an index, whatever waits and whatever is over."""
     values: dict[str, Any] = {"incarnation": 1, "room": 2, "window": 9, "labels": Jsonb({}), "model": ""}
     values |= {
@@ -753,7 +753,7 @@ def test_statements_read_no_whole_table(dsn: str) -> None:
 # ── migrations ────────────────────────────────────────────────────────────────
 
 
-def test_migrations_applied_once(cluster: Cluster) -> None:
+def test_migrations_are_applied_once(cluster: Cluster) -> None:
     dsn = cluster.database()
     assert migrate_now(dsn) == ()
     more = (*read_migrations(), Migration(number=9, name="0009_more.sql", text="CREATE TABLE more (a int)"))
@@ -777,7 +777,7 @@ def test_failed_migration_leaves_nothing(cluster: Cluster) -> None:
         check_version(db)
 
 
-def test_nodes_begin_on_an_empty_database(cluster: Cluster) -> None:
+def test_nodes_begin_on_empty_database(cluster: Cluster) -> None:
     """One makes the tables and the others wait: what is made in between is no log of another version."""
     dsn = cluster.database(())
     refused: list[Exception] = []
@@ -799,7 +799,7 @@ def test_nodes_begin_on_an_empty_database(cluster: Cluster) -> None:
         check_version(db)
 
 
-def test_missing_migrations_named(cluster: Cluster) -> None:
+def test_missing_migrations_are_named(cluster: Cluster) -> None:
     dsn = cluster.database(read_migrations()[:1])
     with (
         open_database(dsn, name="x") as db,
@@ -832,7 +832,7 @@ def _login(cluster: Cluster, dsn: str, role: str) -> str:
     return dsn.replace("user=postgres", f"user=a_{role}")
 
 
-def test_restore_is_marked_by_its_full_name(cluster: Cluster) -> None:
+def test_restore_is_marked_without_search_path(cluster: Cluster) -> None:
     """An administrator's session has no search path of ours."""
     with psycopg.connect(cluster.database(), autocommit=True) as db:
         marked = "SELECT polarnode.mark_restored() AS identity"
@@ -842,7 +842,7 @@ def test_restore_is_marked_by_its_full_name(cluster: Cluster) -> None:
     assert first != second
 
 
-async def test_node_role_does_all(cluster: Cluster) -> None:
+async def test_node_role_can_do_everything(cluster: Cluster) -> None:
     dsn = _login(cluster, cluster.database(), "node")
     async with open_postgres(dsn) as log:
         node = await join(log)

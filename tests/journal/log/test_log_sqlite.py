@@ -19,7 +19,7 @@ from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.writer import JournalWriter
 
 
-async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
+async def test_restart_inherits_running_sessions(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as log:
         node = await join(log)
@@ -52,7 +52,7 @@ async def test_restart_inherits_what_ran(tmp_path: Path) -> None:
         assert record.finished
 
 
-async def test_restart_keeps_cancel(tmp_path: Path) -> None:
+async def test_restart_keeps_cancellation(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as log:
         node = await join(log)
@@ -68,7 +68,7 @@ async def test_restart_keeps_cancel(tmp_path: Path) -> None:
         assert (queued.session_id, queued.attempt) == ("t-1", 0), "it never began, and keeps its session"
 
 
-async def test_restored_journal_names_gap(tmp_path: Path) -> None:
+async def test_restored_journal_reports_gap(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_sqlite(path) as log:
         node, before = await join(log), await log.log_name()
@@ -88,7 +88,7 @@ async def test_restored_journal_names_gap(tmp_path: Path) -> None:
         assert "another" in unknown.reason
 
 
-async def test_node_alone_watches_nobody(tmp_path: Path) -> None:
+async def test_single_node_watches_nobody(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: NOW) as journal:
         log = SqliteLog(journal)
         node = await join(log)
@@ -101,7 +101,7 @@ async def test_node_alone_watches_nobody(tmp_path: Path) -> None:
         assert await log.nodes() == ()
 
 
-async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_session_costs_few_transactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session costs its node no more reads and transactions than its rows need."""
     counts = Counter[str]()
 
@@ -139,7 +139,7 @@ async def test_cost_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert counts == {"_commit": 1}
 
 
-async def test_submit_at_once_is_one_task(tmp_path: Path) -> None:
+async def test_concurrent_submits_make_one_task(tmp_path: Path) -> None:
     async with open_sqlite(tmp_path / "journal.sqlite") as log:
         await join(log)
         async with trio.open_nursery() as nursery:
@@ -149,7 +149,7 @@ async def test_submit_at_once_is_one_task(tmp_path: Path) -> None:
         assert len(await log.tasks()) == 1
 
 
-def test_claim_beyond_first_tasks_looked_at() -> None:
+def test_claim_looks_beyond_first_tasks() -> None:
     """Tasks that no offer fits do not hide those behind them, however many there are."""
     table = PlaceTable(incarnation=1)
     for number in range(1_200):

@@ -10,19 +10,19 @@ def _watch(watch: SilenceWatch, reads: list[tuple[float, dict[int, int]]]) -> li
     return found
 
 
-def test_same_sign_beyond_lease() -> None:
+def test_unchanged_sign_expires_after_lease() -> None:
     watch = SilenceWatch()
     reads = [(float(second), {1: 7, 2: second}) for second in range(6)]
     assert _watch(watch, reads[:5]) == []
     assert _watch(watch, reads[5:]) == [(1, 7)]
 
 
-def test_new_sign_begins_again() -> None:
+def test_new_sign_restarts_the_lease() -> None:
     watch = SilenceWatch()
     assert _watch(watch, [(float(second), {1: second // 4}) for second in range(60)]) == []
 
 
-def test_pause_of_watcher_forgets() -> None:
+def test_paused_watcher_expires_nobody() -> None:
     """A watcher that was stopped for ten seconds has seen nobody in between: it expires nobody."""
     watch = SilenceWatch()
     _watch(watch, [(0.0, {1: 7}), (1.0, {1: 7})])
@@ -39,6 +39,6 @@ def test_slow_answer_is_no_silence() -> None:
     assert watch.find_silent({1: 7}, asked=2.5, now=SIGN_LEASE_S + 0.5) == ()
 
 
-def test_incarnation_that_left_is_forgotten() -> None:
+def test_departed_incarnation_is_forgotten() -> None:
     watch = SilenceWatch()
     assert _watch(watch, [(float(second), {1: 7} if second < 3 else {}) for second in range(9)]) == []
