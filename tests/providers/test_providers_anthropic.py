@@ -8,7 +8,7 @@ from polarnode.providers.contract import ServedModel
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_models_list_shows_context() -> None:
+def test_models_list_shows_context() -> None:
     """The list of models has the served id and its context length."""
     body = json.loads(ANTHROPIC.models(SERVED))
     (entry,) = body["data"]
@@ -21,7 +21,7 @@ def test_14_24_models_list_shows_context() -> None:
     assert body["has_more"] is False
 
 
-def test_14_16_any_model_name_served() -> None:
+def test_any_model_name_served() -> None:
     """A model is served under the name it was asked by."""
     assert json.loads(ANTHROPIC.model(SERVED, name="claude-x"))["id"] == "claude-x"
 

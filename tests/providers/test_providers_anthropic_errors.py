@@ -37,7 +37,7 @@ def test_kinds_map_to_anthropic_errors(kind: FaultKind, status: int, type_: str)
     )
 
 
-def test_14_21_long_context_words() -> None:
+def test_long_context_words() -> None:
     """A long context is told in the words that Claude Code compacts on."""
     fault = Fault(kind="context_too_long", message="ours", prompt_tokens=40000, limit=32768)
     assert error(fault).status == 400

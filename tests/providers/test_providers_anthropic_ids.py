@@ -8,7 +8,7 @@ from polarnode.providers.anthropic.write import to_api_id, to_node_id
 
 
 @given(st.text("0123456789abcdefXYZ_", max_size=34))
-def test_14_11_an_id_survives_the_way_out_and_back(rest: str) -> None:
+def test_an_id_survives_the_way_out_and_back(rest: str) -> None:
     minted = "call_" + rest
     assert to_api_id(minted) == "toolu_" + rest
     assert to_node_id(to_api_id(minted)) == minted

@@ -42,7 +42,7 @@ def result(call: str, content: Any, **extra: Any) -> dict[str, Any]:
         ("You know x-anthropic-billing-header: a line.", "You know x-anthropic-billing-header: a line."),
     ],
 )
-def test_14_13_system_without_billing_line(system: Any, head: str | None) -> None:
+def test_system_without_billing_line(system: Any, head: str | None) -> None:
     """The system prompt is read without its volatile line."""
     expected = (
         [Message(role="user", text="hi")]
@@ -65,7 +65,7 @@ def test_billing_line_only_dropped_from_system() -> None:
 @pytest.mark.parametrize(
     "content", ["note", [text("note")], [{**text("note"), "cache_control": {"type": "ephemeral"}}]]
 )
-def test_14_14_system_messages_keep_place(content: Any) -> None:
+def test_system_messages_keep_place(content: Any) -> None:
     """System messages stay where they are."""
     found = parsed_messages(
         {"role": "user", "content": "a"},
@@ -171,7 +171,7 @@ def test_adjacent_user_messages_stay_apart() -> None:
     assert parsed_messages(one, two)[:1] == parsed_messages(one)
 
 
-def test_14_15_reference_describes_known_tool() -> None:
+def test_reference_describes_known_tool() -> None:
     """A reference shows its tool at its place, once the request has the tool."""
     reference = {
         "role": "user",
@@ -208,7 +208,7 @@ def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, argu
     assert (message.calls, message.refs) == ((ToolCall(id="", name="go", arguments=arguments),), ())
 
 
-def test_14_15_loaded_deferred_tools() -> None:
+def test_loaded_deferred_tools() -> None:
     """Which deferred tools were loaded is read from their references."""
     reference = {"type": "tool_reference", "tool_name": "NotebookEdit"}
     raw_messages = shapes(

@@ -36,7 +36,7 @@ def test_plain_request_is_read() -> None:
     assert asked(stream=True).stream
 
 
-def test_14_15_hosted_dropped_deferred_waits() -> None:
+def test_hosted_dropped_deferred_waits() -> None:
     """Hosted tools are dropped, and deferred ones wait."""
     tools = [
         {"type": "web_search_20250305", "name": "web_search"},
@@ -55,7 +55,7 @@ def test_14_15_hosted_dropped_deferred_waits() -> None:
     assert request.ignored == ("$.tools[0]", "$.tools[2]", "$.tools[3]")
 
 
-def test_14_15_deferred_tool_at_reference() -> None:
+def test_deferred_tool_at_reference() -> None:
     """So the tools array may grow as the conversation does, and the prompt of each request begins with the
     one before.
     """
@@ -133,7 +133,7 @@ def test_omitted_thinking_reaches_writer() -> None:
     assert asked(thinking={"type": "adaptive", "display": "summarized"}).extras == {}
 
 
-def test_14_19_openclaw_last_message_dropped() -> None:
+def test_openclaw_last_message_dropped() -> None:
     """OpenClaw's last message is left out and named."""
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec"
@@ -207,7 +207,7 @@ def test_max_tokens_required_except_counting() -> None:
         ),
     ],
 )
-def test_14_18_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
+def test_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
     assert asked(headers=headers).hints == hints
 
 

@@ -106,7 +106,7 @@ def test_unknown_block_refusal_lists_known() -> None:
     assert "not 'hologram'" in sentence
 
 
-def test_14_13_unknown_fields_at_every_depth() -> None:
+def test_unknown_fields_at_every_depth() -> None:
     """Unknown fields are taken at every depth."""
     block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "citations": None}
     body = {

@@ -147,7 +147,7 @@ def test_stream_events_in_order() -> None:
     assert found[11]["delta"] == {"type": "input_json_delta", "partial_json": '{"a": 1}'}
 
 
-def test_14_12_counts_at_both_ends() -> None:
+def test_counts_at_both_ends() -> None:
     """Counts stand at the start and at the end of a stream."""
     stream = MessageStream(CALL)
     (first,) = events(stream.start(prompt_tokens=10, cached_tokens=8))
@@ -160,7 +160,7 @@ def test_14_12_counts_at_both_ends() -> None:
     assert events(stream.end([Answer(parts=(), finish_reason="stop")], USAGE))[0]["usage"] == COUNTS
 
 
-def test_14_10_terminal_markers() -> None:
+def test_terminal_markers() -> None:
     end = events(started(shown=True).end([Answer(parts=(TextPart("x"),), finish_reason="stop")], USAGE))
     assert [event["type"] for event in end] == ["content_block_stop", "message_delta", "message_stop"]
 
@@ -172,7 +172,7 @@ def test_end_without_start_starts_itself() -> None:
     assert end[0]["message"]["usage"]["input_tokens"] == 2
 
 
-def test_14_5_keepalive_is_ping() -> None:
+def test_keepalive_is_ping() -> None:
     stream = MessageStream(CALL)
     assert events(stream.keep_alive()) == [{"type": "ping"}]
     assert events(stream.start(prompt_tokens=1, cached_tokens=0))[0]["type"] == "message_start"
@@ -182,7 +182,7 @@ def test_14_5_keepalive_is_ping() -> None:
 
 
 @pytest.mark.parametrize("deltas", [(), (ThinkingDelta("hm"),), (TextDelta(""),)])
-def test_14_8_failure_before_visible_text(deltas: tuple[Any, ...]) -> None:
+def test_failure_before_visible_text(deltas: tuple[Any, ...]) -> None:
     """A failure before anything is shown breaks the connection."""
     stream = started()
     for delta in deltas:
@@ -191,7 +191,7 @@ def test_14_8_failure_before_visible_text(deltas: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("delta", [TextDelta("half"), GO])
-def test_14_8_failure_after_visible_text(delta: Any) -> None:
+def test_failure_after_visible_text(delta: Any) -> None:
     """A failure after something is shown is an error event."""
     stream = started()
     stream.delta(delta)
@@ -221,7 +221,7 @@ def test_arguments_are_sent_as_sampled(arguments: str, value: Any) -> None:
     assert json.loads(whole(CALL, answer, USAGE))["content"][0]["input"] == value
 
 
-def test_14_9_call_input_in_one_piece() -> None:
+def test_call_input_in_one_piece() -> None:
     found = events(started().delta(ToolCall(id="call_1", name="go", arguments="")))
     assert [event["type"] for event in found] == [
         "content_block_start",

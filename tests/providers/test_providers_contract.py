@@ -28,7 +28,7 @@ def test_long_context_keeps_its_numbers() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("kind", KINDS)
-def test_14_22_retry_after_where_retryable(dialect: Dialect, kind: FaultKind) -> None:
+def test_retry_after_where_retryable(dialect: Dialect, kind: FaultKind) -> None:
     """Retry-After is whole seconds on what may be tried again, and on nothing else."""
     reply = dialect.error(Fault(kind=kind, message="m", retry_after_s=7))
     retried = reply.status == 429 or reply.status >= 500
@@ -40,7 +40,7 @@ def test_14_22_retry_after_where_retryable(dialect: Dialect, kind: FaultKind) ->
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
-def test_14_22_ended_session_not_retried(dialect: Dialect) -> None:
+def test_ended_session_not_retried(dialect: Dialect) -> None:
     """An ended session is a status that no client tries again."""
     assert dialect.error(Fault(kind="budget_spent", message="m")).status == 400
     assert dialect.error(Fault(kind="session_over", message="m")).status == 410

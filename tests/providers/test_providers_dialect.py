@@ -39,7 +39,7 @@ X_API_KEY = {"x-api-key": "k"}
         ("GET", "/models", OPENAI_CHAT, "models"),
     ],
 )
-def test_14_1_routes_under_any_prefix(
+def test_routes_under_any_prefix(
     prefix: str, method: str, end: str, dialect: Dialect, operation: Operation
 ) -> None:
     """A route is the end of its path, under any prefix."""
@@ -72,7 +72,7 @@ GENERATED = {
         ("/v1beta1/projects/p/locations/l/endpoints/12", "12"),
     ],
 )
-def test_14_1_google_paths_name_method(prefix: str, method: str, query: str, end: str, model: str) -> None:
+def test_google_paths_name_method(prefix: str, method: str, query: str, end: str, model: str) -> None:
     """Google's paths name the model and the method."""
     path = f"{prefix}{end}:{method}{query}"
     found = route("POST", path, {})
@@ -162,7 +162,7 @@ def test_models_list_shape_per_client(headers: dict[str, str], dialect: Dialect)
         "/v1/model/info",
     ],
 )
-def test_14_24_foreign_probes_get_404(path: str) -> None:
+def test_foreign_probes_get_404(path: str) -> None:
     """Probes for other servers are a fast 404."""
     assert route("GET", path, {}) is None
     reply = missed("GET", path, {})
@@ -207,7 +207,7 @@ def test_missing_path_answers_in_dialect() -> None:
         ("/sessions/p/v1beta/models/m:generateContent?key=q%2Fr", {"x-goog-api-key": "g"}, ("p", "g", "q/r")),
     ],
 )
-def test_14_2_key_in_path_first(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
+def test_key_in_path_first(path: str, headers: dict[str, str], keys: tuple[str, ...]) -> None:
     """The path is the first key, and any header or the query may hold one."""
     assert session_keys(path, headers) == keys
 

@@ -8,7 +8,7 @@ from polarnode.providers.google import GOOGLE
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_models_list_shows_context() -> None:
+def test_models_list_shows_context() -> None:
     """The list of models has the served id and its context length."""
     (entry,) = json.loads(GOOGLE.models(SERVED))["models"]
     assert (entry["name"], entry["displayName"], entry["inputTokenLimit"], entry["outputTokenLimit"]) == (
@@ -20,7 +20,7 @@ def test_14_24_models_list_shows_context() -> None:
     assert entry["supportedGenerationMethods"] == ["generateContent", "countTokens"]
 
 
-def test_14_16_any_model_name_served() -> None:
+def test_any_model_name_served() -> None:
     """A model is served under the name it was asked by."""
     assert json.loads(GOOGLE.model(SERVED, name="gemini-9"))["name"] == "models/gemini-9"
 

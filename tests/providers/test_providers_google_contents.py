@@ -49,7 +49,7 @@ def result(name: str, id: str | None = None, **response: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("system", ["Be brief.", Content(parts=contents(user("Be ", "brief."))[0].parts)])
-def test_14_14_system_instruction_comes_first(system: Content | str) -> None:
+def test_system_instruction_comes_first(system: Content | str) -> None:
     first, second = read(user("hi"), system=system)
     assert first.role == "system"
     assert first.text.replace("\n", "") == "Be brief."
@@ -66,7 +66,7 @@ def test_role_defaults_to_user(role: str | None) -> None:
     assert read({"role": role, "parts": [{"text": "hi"}]}) == (Message(role="user", text="hi"),)
 
 
-def test_14_14_system_content_keeps_place() -> None:
+def test_system_content_keeps_place() -> None:
     """A system content in the middle of the list stays in its place."""
     assert [
         message.role for message in read(user("a"), {"role": "system", "parts": [{"text": "s"}]}, user("b"))
@@ -136,7 +136,7 @@ def test_results_keep_their_place() -> None:
     ]
 
 
-def test_14_11_calls_without_ids() -> None:
+def test_calls_without_ids() -> None:
     """Without ids, names and order say which call is answered."""
     found = read(
         user("a"),
@@ -155,7 +155,7 @@ def test_14_11_calls_without_ids() -> None:
     assert all(made.isalnum() or "_" in made for made in ids)
 
 
-def test_14_11_client_ids_pass_unchanged() -> None:
+def test_client_ids_pass_unchanged() -> None:
     made_up = "run_shell_command_1795231589034_0"
     (_, assistant, tool) = read(
         user("a"),
@@ -165,7 +165,7 @@ def test_14_11_client_ids_pass_unchanged() -> None:
     assert assistant.calls[0].id == tool.call_id == made_up
 
 
-def test_14_11_own_ids_lose_prefix() -> None:
+def test_own_ids_lose_prefix() -> None:
     """Our ids come back without the name of the function."""
     ours = "call_000000abcdef012345600"
     (_, assistant, tool) = read(
@@ -174,7 +174,7 @@ def test_14_11_own_ids_lose_prefix() -> None:
     assert (assistant.calls[0].id, assistant.refs, tool.call_id) == (ours, (ours,), ours)
 
 
-def test_14_11_signature_restores_dropped_ids() -> None:
+def test_signature_restores_dropped_ids() -> None:
     """A signature says the id that a client dropped."""
     signed = {"thoughtSignature": "MDAwMDAzYWJjZGVmMDEyMw=="}
     (_, assistant, *tools) = read(
@@ -349,7 +349,7 @@ models = st.lists(texts | calls_, max_size=3).map(lambda said: {"role": "model",
 
 
 @given(st.lists(st.tuples(users, models), min_size=1, max_size=4))
-def test_14_19_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
+def test_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
     turns: list[tuple[Any, Any]],
 ) -> None:
     flat = [content for turn in turns for content in turn]

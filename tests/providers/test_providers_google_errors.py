@@ -41,7 +41,7 @@ def test_kinds_map_to_google_errors(kind: FaultKind, status: int, code: str) -> 
     )
 
 
-def test_14_21_long_context_in_google_words() -> None:
+def test_long_context_in_google_words() -> None:
     """A long context is told in Google's words."""
     fault = Fault.of(ContextTooLong(prompt_tokens=12, limit=8))
     assert (
@@ -69,7 +69,7 @@ def test_field_is_not_named_twice() -> None:
     assert message(Fault(kind="bad_request", message="the body is empty", path="$")) == "the body is empty"
 
 
-def test_14_22_retry_info_for_gemini_cli() -> None:
+def test_retry_info_for_gemini_cli() -> None:
     """Gemini CLI finds the delay of a retry where it reads it."""
     (detail,) = said(Fault(kind="overloaded", message="m", retry_after_s=7))["details"]
     assert detail == {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "7s"}

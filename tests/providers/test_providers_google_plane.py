@@ -46,7 +46,7 @@ def config(**said: Any) -> types.GenerateContentConfig:
     return types.GenerateContentConfig(thinking_config=types.ThinkingConfig(include_thoughts=True), **said)
 
 
-async def test_14_3_whole_and_streamed_agree() -> None:
+async def test_whole_and_streamed_agree() -> None:
     here = stage(scripted("<think>|\nHm.\n|</think>|\n\nHello there."))
 
     def use(client: genai.Client) -> tuple[Any, list[Any]]:
@@ -112,7 +112,7 @@ async def test_token_count_and_model_list() -> None:
     assert len(here.turns) == 1
 
 
-async def test_14_21_long_context_in_google_words() -> None:
+async def test_long_context_in_google_words() -> None:
     """A long context is refused in Google's words."""
     here = stage(scripted("x"))
 
@@ -124,7 +124,7 @@ async def test_14_21_long_context_in_google_words() -> None:
     assert here.turns == []
 
 
-async def test_14_2_wrong_key_in_google_words() -> None:
+async def test_wrong_key_in_google_words() -> None:
     """A wrong key is told so in Google's words."""
     here = stage(scripted("x"))
 
@@ -136,7 +136,7 @@ async def test_14_2_wrong_key_in_google_words() -> None:
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")
 
 
-async def test_14_8_failed_stream_last_words() -> None:
+async def test_failed_stream_last_words() -> None:
     """A stream that fails ends in Google's own last words."""
     engine = HandEngine()
     here = stage(engine)
@@ -162,7 +162,7 @@ async def test_14_8_failed_stream_last_words() -> None:
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
-async def test_14_8_sdk_raises_stream_error() -> None:
+async def test_sdk_raises_stream_error() -> None:
     """The SDK raises what broke its stream."""
     engine = HandEngine()
     here = stage(engine)
@@ -177,7 +177,7 @@ async def test_14_8_sdk_raises_stream_error() -> None:
     assert [turn.state for turn in here.turns] == ["failed"]
 
 
-async def test_14_2_query_key_and_array_stream() -> None:
+async def test_query_key_and_array_stream() -> None:
     """A key in the query opens, and a stream without SSE is an array."""
     here = stage(scripted("Hello there."))
     body = {"contents": {"parts": {"text": "hi"}}}

@@ -34,7 +34,7 @@ def test_small_request_asks_nothing_else() -> None:
     assert read().conversation.messages == (Message(role="user", text="hi"),)
 
 
-def test_14_16_model_from_path_or_body() -> None:
+def test_model_from_path_or_body() -> None:
     """The name stands in the path, and for counting in the body."""
     assert read(RequestEnvelope(model="org/any")).model == "org/any"
     assert read(RequestEnvelope(), model="models/tiny").model == "tiny"
@@ -45,7 +45,7 @@ def test_14_16_model_from_path_or_body() -> None:
     ("stream", "query", "sse"),
     [(True, "alt=sse", True), (True, "", False), (False, "alt=sse&key=k", True), (None, "alt=json", False)],
 )
-def test_14_3_stream_from_path_and_query(stream: bool | None, query: str, sse: bool) -> None:
+def test_stream_from_path_and_query(stream: bool | None, query: str, sse: bool) -> None:
     """The path says whether to stream, and the query how."""
     found = read(RequestEnvelope(model="m", stream=stream, query=query))
     assert (found.stream, found.extras["sse"]) == (bool(stream), sse)
@@ -179,7 +179,7 @@ def test_candidate_count_sets_choices(fields: dict[str, Any], choices: int) -> N
     assert configured(**fields).choices == choices
 
 
-def test_14_18_opencode_headers_name_agent() -> None:
+def test_opencode_headers_name_agent() -> None:
     """The headers of OpenCode say who asks."""
     assert read(RequestEnvelope(headers={"x-session-id": "c"})).hints == {
         "session": "c",
@@ -244,7 +244,7 @@ def test_deeply_nested_arguments_are_refused() -> None:
         GOOGLE.read(body, RequestEnvelope())
 
 
-def test_14_19_openclaw_last_message_dropped() -> None:
+def test_openclaw_last_message_dropped() -> None:
     """OpenClaw's message about the moment is dropped."""
     moment = {
         "role": "user",

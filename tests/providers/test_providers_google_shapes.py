@@ -104,7 +104,7 @@ def test_malformed_body_is_refused(body: bytes) -> None:
         GOOGLE.read(body, RequestEnvelope())
 
 
-def test_14_13_unknown_fields_are_named() -> None:
+def test_unknown_fields_are_named() -> None:
     """Unknown fields are taken and named."""
     found = read(
         safetySettings=[{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],

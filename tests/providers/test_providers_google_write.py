@@ -105,7 +105,7 @@ def test_parts_in_order_and_signed() -> None:
     assert (candidate["index"], candidate["finishReason"]) == (0, "STOP")
 
 
-def test_14_16_head_echoes_asked_name() -> None:
+def test_head_echoes_asked_name() -> None:
     """The head says the name that was asked for."""
     body = whole(TextPart("x"))
     assert (body["modelVersion"], body["responseId"], body["createTime"]) == (
@@ -115,7 +115,7 @@ def test_14_16_head_echoes_asked_name() -> None:
     )
 
 
-def test_14_12_usage_counts_thoughts_apart() -> None:
+def test_usage_counts_thoughts_apart() -> None:
     """Usage is true, and thoughts are counted apart."""
     assert whole(TextPart("x"))["usageMetadata"] == {
         "promptTokenCount": 10,
@@ -149,9 +149,7 @@ def test_empty_answer_is_empty_text() -> None:
         ("error", (), "MAX_TOKENS"),
     ],
 )
-def test_14_10_finish_reason_of_each_ending(
-    reason: FinishReason, calls: tuple[ToolCall, ...], said: str
-) -> None:
+def test_finish_reason_of_each_ending(reason: FinishReason, calls: tuple[ToolCall, ...], said: str) -> None:
     answer = Answer(parts=calls, finish_reason=reason)
     assert finish_reason(SSE, answer) == said
     assert finish_reason(evolve(SSE, calls_first=True), answer) == ("STOP" if calls else said)
@@ -221,7 +219,7 @@ def test_logprobs_shown_per_token() -> None:
 
 
 @given(answers(), usages, st.integers(1, 5), st.integers(0, 4), st.sampled_from([SSE, ARRAY, QUIET]))
-def test_14_3_streamed_is_whole(answer: Answer, usage: Usage, size: int, pings: int, call: Any) -> None:
+def test_streamed_is_whole(answer: Answer, usage: Usage, size: int, pings: int, call: Any) -> None:
     meant = json.loads(GOOGLE.whole(call, [answer], usage))
     found = chunks(call, streamed(call, answer, usage, size, pings))
     assert folded(found) == folded([meant])
@@ -268,7 +266,7 @@ def test_counts_in_first_and_last_chunk() -> None:
 
 
 @pytest.mark.parametrize("call", [SSE, ARRAY])
-def test_14_5_keepalive_is_unkept_data(call: Any) -> None:
+def test_keepalive_is_unkept_data(call: Any) -> None:
     """A sign of life is data, and nothing that a client keeps."""
     stream = GOOGLE.stream(call)
     alive = stream.keep_alive()
@@ -315,7 +313,7 @@ def test_array_stream_in_closed_pieces() -> None:
     assert sent[4].endswith(b"}\r\n]")
 
 
-def test_14_9_call_is_one_chunk() -> None:
+def test_call_is_one_chunk() -> None:
     stream = GOOGLE.stream(SSE)
     stream.start(prompt_tokens=1, cached_tokens=0)
     (chunk,) = chunks(SSE, stream.delta(GO))
@@ -358,7 +356,7 @@ def test_empty_deltas_send_nothing() -> None:
     assert GOOGLE.stream(SSE).delta(ThinkingDelta("")) == b""
 
 
-def test_14_8_failed_stream_bare_json() -> None:
+def test_failed_stream_bare_json() -> None:
     """A stream that failed says so in bare JSON and has no end."""
     stream = GOOGLE.stream(SSE)
     started = stream.start(prompt_tokens=1, cached_tokens=0)
@@ -376,7 +374,7 @@ def error_bytes(said: bytes | FinalBytes | None) -> bytes:
     return said
 
 
-def test_14_8_failed_array_stays_open() -> None:
+def test_failed_array_stays_open() -> None:
     """An array that failed has an error for its last element, and no bracket."""
     stream = GOOGLE.stream(ARRAY)
     sent = stream.start(prompt_tokens=1, cached_tokens=0) + error_bytes(

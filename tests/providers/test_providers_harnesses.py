@@ -36,7 +36,7 @@ def load(harness: str, number: int) -> tuple[Route, ModelRequest, Any]:
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_14_19_requests_extend_each_other(harness: str) -> None:
+def test_requests_extend_each_other(harness: str) -> None:
     """Each request extends the one before."""
     one, two, three = (load(harness, number)[1].conversation.messages for number in (1, 2, 3))
     assert two[: len(one)] == one
@@ -46,7 +46,7 @@ def test_14_19_requests_extend_each_other(harness: str) -> None:
 
 
 @pytest.mark.parametrize("harness", HARNESSES)
-def test_14_16_name_echoed_tools_read(harness: str) -> None:
+def test_name_echoed_tools_read(harness: str) -> None:
     """The name is echoed, and the tools are read."""
     found, request, body = load(harness, 3)
     assert request.model == "local-model"

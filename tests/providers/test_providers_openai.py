@@ -34,7 +34,7 @@ def test_kinds_map_to_openai_errors(kind: FaultKind, status: int, type_: str, co
     assert body_of(fault) == {"message": "One sentence.", "type": type_, "param": None, "code": code}
 
 
-def test_14_21_long_context_words() -> None:
+def test_long_context_words() -> None:
     """A long context is told in the words that harnesses compact on."""
     fault = Fault(kind="context_too_long", message="ours", prompt_tokens=40000, limit=32768)
     assert error(fault, conversation="messages").status == 400

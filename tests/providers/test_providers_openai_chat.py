@@ -8,7 +8,7 @@ from polarnode.providers.openai_chat import OPENAI_CHAT
 SERVED = ServedModel(id="tiny", context_length=4096, created=1700000000)
 
 
-def test_14_24_models_list_shows_context() -> None:
+def test_models_list_shows_context() -> None:
     """The list of models has the served id and its context length."""
     body = json.loads(OPENAI_CHAT.models(SERVED))
     assert body["object"] == "list"
@@ -17,7 +17,7 @@ def test_14_24_models_list_shows_context() -> None:
     assert entry["max_model_len"] == entry["context_length"] == 4096
 
 
-def test_14_16_any_model_name_served() -> None:
+def test_any_model_name_served() -> None:
     """A model is served under the name it was asked by."""
     assert json.loads(OPENAI_CHAT.model(SERVED, name="gpt-x"))["id"] == "gpt-x"
 

@@ -34,7 +34,7 @@ def told(*messages: dict[str, Any]) -> tuple[Message, ...]:
         ([{"type": "text", "text": ""}], ""),
     ],
 )
-def test_14_14_content_string_or_parts(role: str, content: Any, text: str) -> None:
+def test_content_string_or_parts(role: str, content: Any, text: str) -> None:
     """Content is a string or parts, for every role."""
     shape = {"role": role, "content": content} | ({"tool_call_id": "call_1"} if role == "tool" else {})
     (message,) = told(shape)
@@ -84,7 +84,7 @@ def call(arguments: Any, **extra: Any) -> dict[str, Any]:
         (None, "{}"),
     ],
 )
-def test_14_19_arguments_keep_client_spelling(written: Any, kept: str) -> None:
+def test_arguments_keep_client_spelling(written: Any, kept: str) -> None:
     """Arguments are kept as the client wrote them."""
     (message,) = told({"role": "assistant", "content": None, "tool_calls": [call(written, index=0)]})
     assert message.calls == (ToolCall(id="call_a1", name="go", arguments=kept),)
@@ -165,7 +165,7 @@ def test_echoed_refusal_is_text() -> None:
     assert told({"role": "assistant", "content": "x", "refusal": None})[0].text == "x"
 
 
-def test_14_19_openclaw_last_message_dropped() -> None:
+def test_openclaw_last_message_dropped() -> None:
     """OpenClaw's last message is left out and named."""
     context = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec"
@@ -176,7 +176,7 @@ def test_14_19_openclaw_last_message_dropped() -> None:
     assert request.ignored == ("$.messages[-1]",)
 
 
-def test_14_12_streamed_usage_on_request() -> None:
+def test_streamed_usage_on_request() -> None:
     """Usage is streamed only when it is asked for."""
     assert (asked().stream, asked().include_usage) == (False, False)
     assert (asked(stream=True).stream, asked(stream=True).include_usage) == (True, False)
@@ -184,7 +184,7 @@ def test_14_12_streamed_usage_on_request() -> None:
     assert not asked(stream=True, stream_options={"include_usage": False}).include_usage
 
 
-def test_14_16_asked_name_is_kept() -> None:
+def test_asked_name_is_kept() -> None:
     assert (asked().model, asked(model="from-path").model, asked().provider) == (
         "m",
         "from-path",
@@ -204,7 +204,7 @@ def test_14_16_asked_name_is_kept() -> None:
         ({"x-litellm-session-id": "c"}, {"session": "c", "agent": "", "parent": ""}),
     ],
 )
-def test_14_18_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
+def test_headers_name_the_agent(headers: dict[str, str], hints: dict[str, str]) -> None:
     assert asked(headers=headers).hints == hints
 
 

@@ -176,7 +176,7 @@ def test_unknown_role_refusal_lists_known() -> None:
     assert "not 'hologram'" in sentence
 
 
-def test_14_13_unknown_fields_at_every_depth() -> None:
+def test_unknown_fields_at_every_depth() -> None:
     """Unknown fields are taken at every depth."""
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     message = {"role": "user", "content": [part], "name": "n", "provider_specific_fields": {"refusal": None}}

@@ -22,7 +22,7 @@ def asked(**changes: Any) -> ModelRequest:
     return read(json.dumps({"model": "m", "messages": [HI]} | changes).encode(), headers={}, model=None)
 
 
-def test_14_15_uncallable_tools_are_named() -> None:
+def test_uncallable_tools_are_named() -> None:
     """Tools that the model cannot call are dropped and named."""
     function: dict[str, Any] = {
         "name": "go",
@@ -45,7 +45,7 @@ def test_14_15_uncallable_tools_are_named() -> None:
     assert request.ignored == ("$.tools[0]", "$.tools[1].function.strict", "$.tools[2]")
 
 
-def test_14_15_custom_tool_is_function() -> None:
+def test_custom_tool_is_function() -> None:
     """A custom tool is shown as a function of one string, with its grammar."""
     request = asked(tools=[PATCH, NOTE])
     patch, note = request.conversation.tools

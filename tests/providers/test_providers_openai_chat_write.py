@@ -89,7 +89,7 @@ def test_content_null_only_beside_calls() -> None:
         ("tool_calls", True, "tool_calls"),
     ],
 )
-def test_14_10_finish_reason_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
+def test_finish_reason_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
     answer = Answer(parts=(GO,) if calls else (TextPart("x"),), finish_reason=reason)
     assert json.loads(whole(CALL, [answer], USAGE))["choices"][0]["finish_reason"] == word
     assert events(ChatStream(CALL).end([answer], USAGE))[1]["choices"][0]["finish_reason"] == word
@@ -97,7 +97,7 @@ def test_14_10_finish_reason_of_each_ending(reason: FinishReason, calls: bool, w
     assert calls_first["choices"][0]["finish_reason"] == ("tool_calls" if calls else word)
 
 
-def test_14_9_call_is_one_chunk() -> None:
+def test_call_is_one_chunk() -> None:
     """A call is one chunk with id, name and all arguments."""
     stream = ChatStream(CALL)
     stream.start(prompt_tokens=10, cached_tokens=0)
@@ -144,20 +144,20 @@ def test_stream_chunks_in_order() -> None:
     assert {event["object"] for event in events(sent)[:-1]} == {"chat.completion.chunk"}
 
 
-def test_14_10_terminal_markers() -> None:
+def test_terminal_markers() -> None:
     end = events(ChatStream(CALL).end([Answer(parts=(TextPart("x"),), finish_reason="stop")], USAGE))
     assert end[-1] == "[DONE]"
     assert (end[-2]["choices"], end[-2]["usage"]["total_tokens"]) == ([], 14)
     assert end[-3]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_14_12_no_unasked_usage_chunk() -> None:
+def test_no_unasked_usage_chunk() -> None:
     end = events(ChatStream(QUIET).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert all("usage" not in event for event in end[:-1])
     assert end[-1] == "[DONE]"
 
 
-def test_14_5_keepalive_before_the_start() -> None:
+def test_keepalive_before_the_start() -> None:
     """A keep-alive is data, and legal before the start."""
     stream = ChatStream(CALL)
     assert deltas(stream.keep_alive()) == [{"role": "assistant", "content": ""}]
@@ -167,7 +167,7 @@ def test_14_5_keepalive_before_the_start() -> None:
     assert deltas(stream.keep_alive()) == [{}]
 
 
-def test_14_8_failed_stream_is_broken() -> None:
+def test_failed_stream_is_broken() -> None:
     """A stream that fails is broken, never ended."""
     stream = ChatStream(CALL)
     assert stream.failed(Fault(kind="engine_failed", message="m")) is None
@@ -175,7 +175,7 @@ def test_14_8_failed_stream_is_broken() -> None:
     assert stream.failed(Fault(kind="engine_failed", message="m")) is None
 
 
-def test_14_11_id_sent_as_minted() -> None:
+def test_id_sent_as_minted() -> None:
     assert deltas(ChatStream(CALL).delta(GO))[1]["tool_calls"][0]["id"] == GO.id
 
 

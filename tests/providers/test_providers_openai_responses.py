@@ -33,7 +33,7 @@ def said(text: str) -> Answer:
     return Answer(parts=(TextPart(text),), finish_reason="stop")
 
 
-def test_14_24_models_list_as_in_chat() -> None:
+def test_models_list_as_in_chat() -> None:
     """The list of models is that of the other OpenAI dialect."""
     assert OPENAI_RESPONSES.models(SERVED) == OPENAI_CHAT.models(SERVED)
     assert OPENAI_RESPONSES.model(SERVED, name="gpt-x") == OPENAI_CHAT.model(SERVED, name="gpt-x")
@@ -68,7 +68,7 @@ def test_unstored_response_is_not_remembered() -> None:
         read(memory, input="on", previous_response_id="resp_1")
 
 
-def test_14_20_continuation_starts_at_compaction() -> None:
+def test_continuation_starts_at_compaction() -> None:
     """A conversation that goes on from a compaction begins with it."""
     memory = SessionMemory()
     answered(memory, 1, input=[*USERS, {"type": "compaction_trigger"}])

@@ -5,7 +5,7 @@ from polarnode.merge.roles import holds_summary
 from polarnode.providers.openai_responses.history import INSTRUCTION, retold
 
 
-def test_14_20_summary_is_recognised() -> None:
+def test_summary_is_recognised() -> None:
     """Lineage then says why the conversation begins anew."""
     assert holds_summary(
         (Message(role="system", text="Code."), Message(role="user", text=retold("We did it.")))

@@ -13,7 +13,7 @@ RETRIED = ("overloaded", "engine_failed", "cancelled")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_14_8_only_final_faults_sent(kind: FaultKind) -> None:
+def test_only_final_faults_sent(kind: FaultKind) -> None:
     """Codex ends its run on these codes and tries again on `server_error` and `rate_limit_exceeded`; a broken
     connection it always tries again.
     """

@@ -68,7 +68,7 @@ def turn(**said: str) -> dict[str, str]:
         ({"session-id": "s"} | turn(request_kind="else"), {"session": "s"}),
     ],
 )
-def test_14_18_headers_name_the_agent(headers: dict[str, str], found: dict[str, str]) -> None:
+def test_headers_name_the_agent(headers: dict[str, str], found: dict[str, str]) -> None:
     assert asked(headers) == (NOBODY | found if found else {})
 
 
@@ -80,7 +80,7 @@ def test_body_names_the_session_too() -> None:
     assert asked({}, client_metadata=metadata) == NOBODY | {"session": "s", "kind": "compaction"}
 
 
-def test_14_17_compaction_names_its_kind() -> None:
+def test_compaction_names_its_kind() -> None:
     """A request that compacts says so itself."""
     assert asked({}, compacts=True) == NOBODY | {"kind": "compaction"}
     assert asked({"session-id": "s"} | turn(request_kind="turn"), compacts=True) == NOBODY | {

@@ -55,7 +55,7 @@ def refused(*items: dict[str, Any]) -> Refused:
         ([], ""),
     ],
 )
-def test_14_14_content_string_or_parts(role: str, head: dict[str, Any], content: Any, text: str) -> None:
+def test_content_string_or_parts(role: str, head: dict[str, Any], content: Any, text: str) -> None:
     """Content is a string or parts, for every role."""
     (message,) = parsed_messages({"role": role, "content": content, **head})
     assert (message.role, message.text) == ("system" if role == "developer" else role, text)
@@ -217,7 +217,7 @@ def test_texts_and_thoughts_are_joined() -> None:
         (None, "{}"),
     ],
 )
-def test_14_19_arguments_keep_client_spelling(written: Any, kept: str) -> None:
+def test_arguments_keep_client_spelling(written: Any, kept: str) -> None:
     """Arguments are kept as the client wrote them."""
     assert parsed_messages(CALL | {"arguments": written})[0].calls[0].arguments == kept
 
@@ -226,7 +226,7 @@ def test_14_19_arguments_keep_client_spelling(written: Any, kept: str) -> None:
     ("namespace", "name"),
     [(None, "go"), ("", "go"), ("functions", "go"), ("multi_agent_v1", "multi_agent_v1.go")],
 )
-def test_14_15_call_has_shown_name(namespace: str | None, name: str) -> None:
+def test_call_has_shown_name(namespace: str | None, name: str) -> None:
     """A call has the name that its tool is shown by."""
     assert parsed_messages(CALL | {"namespace": namespace})[0].calls[0].name == name
 
@@ -364,7 +364,7 @@ def test_foreign_reasoning_is_noted(item: dict[str, Any]) -> None:
         ({"type": "local_shell_call", "call_id": "call_1"}, "local_shell", {}),
     ],
 )
-def test_14_15_call_of_every_kind(item: dict[str, Any], name: str, arguments: Json) -> None:
+def test_call_of_every_kind(item: dict[str, Any], name: str, arguments: Json) -> None:
     (found,) = parsed_messages(item)
     assert [(call.id, call.name, json.loads(call.arguments)) for call in found.calls] == [
         ("call_1", name, arguments)
@@ -434,7 +434,7 @@ LATE = {
 LINE = '{"type":"function","function":{"name":"cal.list","description":"","parameters":{"type":"object"}}}'
 
 
-def test_14_15_tools_at_the_head() -> None:
+def test_tools_at_the_head() -> None:
     """Tools at the head are the request's tools."""
     found = parsed_transcript(
         {"role": "developer", "content": "x"},
@@ -445,7 +445,7 @@ def test_14_15_tools_at_the_head() -> None:
     assert (found.later, len(found.messages)) == ([], 1)
 
 
-def test_14_15_tools_in_the_middle() -> None:
+def test_tools_in_the_middle() -> None:
     """Tools in the middle are described there."""
     found = parsed_transcript(
         {"role": "user", "content": "x"},
@@ -458,7 +458,7 @@ def test_14_15_tools_in_the_middle() -> None:
     assert found.ignored == ["$.input[1].tools[1]"]
 
 
-def test_14_15_found_tools_in_result() -> None:
+def test_found_tools_in_result() -> None:
     """Tools that were found are described in the result."""
     found = parsed_transcript(
         {
@@ -479,7 +479,7 @@ def test_14_15_found_tools_in_result() -> None:
 # ── what is not ours ──────────────────────────────────────────────────────────
 
 
-def test_14_13_foreign_items_are_named() -> None:
+def test_foreign_items_are_named() -> None:
     """Items of other servers are kept out and named."""
     kinds = [
         "web_search_call",
@@ -508,7 +508,7 @@ def test_14_13_foreign_items_are_named() -> None:
         {"type": "compaction_trigger"},
     ],
 )
-def test_14_13_unknown_item_is_named(item: dict[str, Any]) -> None:
+def test_unknown_item_is_named(item: dict[str, Any]) -> None:
     found = parsed_transcript({"role": "user", "content": "hi"}, item)
     assert (len(found.messages), found.ignored) == (1, ["$.input[1]"])
 

@@ -89,7 +89,7 @@ def test_response_echoes_the_request() -> None:
         ("tool_calls", True, "completed"),
     ],
 )
-def test_14_10_completeness_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
+def test_completeness_of_each_ending(reason: FinishReason, calls: bool, word: str) -> None:
     """The reason of an ending decides whether the answer is complete."""
     answer = Answer(parts=(TextPart("x"), GO) if calls else (TextPart("x"),), finish_reason=reason)
     assert status(CALL, answer) == word
@@ -149,7 +149,7 @@ def test_thinking_sealed_on_request() -> None:
     assert unseal(str(item["encrypted_content"])) == SealedContent(signature="c2ln", thinking="hm\n")
 
 
-def test_14_20_compaction_is_one_item() -> None:
+def test_compaction_is_one_item() -> None:
     answer = Answer(
         parts=(ThinkingPart("hm"), TextPart("We did "), GO, TextPart("it.")), finish_reason="stop"
     )
@@ -215,7 +215,7 @@ def test_14_20_compaction_is_one_item() -> None:
         ({"kind": "tool_search"}, "", {"type": "tool_search_call", "execution": "client", "arguments": {}}),
     ],
 )
-def test_14_15_call_in_tool_spelling(spelling: Any, arguments: str, item: Any) -> None:
+def test_call_in_tool_spelling(spelling: Any, arguments: str, item: Any) -> None:
     """A call is spelled as its tool wants it."""
     found = written(
         call_json(
@@ -255,7 +255,7 @@ def test_unfit_arguments_stay_function_call(kind: str, arguments: str) -> None:
     assert (found["type"], found["name"], found["arguments"]) == ("function_call", kind, arguments)
 
 
-def test_14_15_later_tools_keep_spelling() -> None:
+def test_later_tools_keep_spelling() -> None:
     """Tools that came later have their spelling too."""
     call = calling(later={"cal.list": {"kind": "function", "name": "list", "namespace": "cal"}})
     found = call_json(call, ToolCall(id="call_1", name="cal.list", arguments="{}"), 0)

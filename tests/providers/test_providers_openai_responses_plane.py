@@ -64,7 +64,7 @@ def kept_its_tokens(here: Any, engine: ScriptedEngine) -> None:
     )
 
 
-async def test_14_3_whole_and_streamed_agree() -> None:
+async def test_whole_and_streamed_agree() -> None:
     here = stage(scripted(THINKING + "Hello there."))
     async with served(here.app) as base:
         whole = await said(base, stream=False, input="hi")
@@ -97,7 +97,7 @@ async def test_tool_result_extends_turn_exactly(stream: bool, include: list[str]
     assert json.loads(call.arguments) == {"path": "a.txt"}
 
 
-async def test_14_15_freeform_call_extends_turn() -> None:
+async def test_freeform_call_extends_turn() -> None:
     """A freeform call in a namespace and its result extend the turn token for token."""
     engine = scripted(PATCHING, "Done.")
     here = stage(engine)
@@ -120,7 +120,7 @@ async def test_14_15_freeform_call_extends_turn() -> None:
     kept_its_tokens(here, engine)
 
 
-async def test_14_19_unfit_call_keeps_tokens() -> None:
+async def test_unfit_call_keeps_tokens() -> None:
     """A freeform call has one input; what the model gave beside it does not come back, and its own ids prove
     whose call it is.
     """
@@ -159,7 +159,7 @@ async def test_previous_response_is_extended(stream: bool) -> None:
     kept_its_tokens(here, engine)
 
 
-async def test_14_20_compaction_and_continuation() -> None:
+async def test_compaction_and_continuation() -> None:
     """A conversation is compacted, and the next request builds on the compaction."""
     engine = scripted("Hello.", "We said hello.", "Go on.")
     here = stage(engine)
@@ -185,7 +185,7 @@ async def test_14_20_compaction_and_continuation() -> None:
     assert b"We said hello." in b"".join(map(model().tokenizer.token_bytes, here.turns[2].prompt_delta))
 
 
-async def test_14_17_prewarm_samples_nothing() -> None:
+async def test_prewarm_samples_nothing() -> None:
     """A client that only warms its connection samples nothing."""
     engine = scripted("x")
     here = stage(engine)
@@ -212,7 +212,7 @@ async def test_tokens_are_counted_exactly() -> None:
     assert len(here.turns) == 1
 
 
-async def test_14_21_long_context_words() -> None:
+async def test_long_context_words() -> None:
     """A long context is refused in OpenAI's words."""
     here = stage(scripted("x"))
     async with served(here.app) as base:
@@ -233,14 +233,14 @@ async def test_malformed_request_is_400_with_path(body: dict[str, Any], param: s
     assert caught.value.param == param
 
 
-async def test_14_2_wrong_key_is_refused() -> None:
+async def test_wrong_key_is_refused() -> None:
     here = stage(scripted("x"))
     async with served(here.app) as base, client(base, key="of-nobody") as sdk:
         with pytest.raises(openai.AuthenticationError):
             await sdk.responses.create(model="m", input="hi")
 
 
-async def test_14_8_failed_stream_is_broken() -> None:
+async def test_failed_stream_is_broken() -> None:
     """The SDK sees no end; Codex and every other harness on this API then asks again."""
     engine = HandEngine()
     here = stage(engine)

@@ -109,7 +109,7 @@ def test_malformed_setting_refused_with_path(changes: dict[str, Any], path: str)
     assert str(error)
 
 
-def test_14_13_unknown_fields_are_named() -> None:
+def test_unknown_fields_are_named() -> None:
     found = asked(
         stream_options={"include_obfuscation": False},
         prompt_cache_retention="24h",
@@ -183,7 +183,7 @@ def test_truncation_auto_is_noted() -> None:
     )
 
 
-def test_14_15_codex_tools_as_item() -> None:
+def test_codex_tools_as_item() -> None:
     tools = {
         "type": "additional_tools",
         "role": "developer",
@@ -206,7 +206,7 @@ def test_14_15_codex_tools_as_item() -> None:
     assert found.ignored == ("$.tools[1]",)
 
 
-def test_14_16_asked_name_is_kept() -> None:
+def test_asked_name_is_kept() -> None:
     assert (asked().model, asked().provider) == ("m", "openai_responses")
     assert (
         read(b'{"input": "hi"}', RequestEnvelope(model="from-path", operation="count_tokens")).model
@@ -232,7 +232,7 @@ def test_echo_has_settings_and_defaults() -> None:
     )
 
 
-def test_14_19_openclaw_last_message_dropped() -> None:
+def test_openclaw_last_message_dropped() -> None:
     """OpenClaw's message about the moment is dropped."""
     moment = (
         "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive exec sessions:"
@@ -274,7 +274,7 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-def test_14_20_trigger_asks_for_summary() -> None:
+def test_trigger_asks_for_summary() -> None:
     """A trigger asks for a summary of what was said."""
     before = asked(input=TALK, tools=[GO], stream=True).conversation
     found = asked(
@@ -295,7 +295,7 @@ def test_14_20_trigger_asks_for_summary() -> None:
     assert found.conversation.messages[1].calls == (ToolCall(id="call_1", name="go", arguments="{}"),)
 
 
-def test_14_20_compact_path_asks_summary() -> None:
+def test_compact_path_asks_summary() -> None:
     found = asked(input=TALK, instructions="Code.", operation="compact", model=None, stream=True)
     assert found.conversation.messages[-1].text == INSTRUCTION
     assert (found.stream, found.extras["sent"], found.hints["kind"]) == (False, [TALK[0]], "compaction")

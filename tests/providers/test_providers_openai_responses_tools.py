@@ -27,7 +27,7 @@ def test_function_is_shown_unchanged() -> None:
     assert (box.ignored, box.notes) == ([], [])
 
 
-def test_14_15_freeform_tool_is_function() -> None:
+def test_freeform_tool_is_function() -> None:
     """A freeform tool is a function of one string."""
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: x"}
     box = shown(
@@ -43,7 +43,7 @@ def test_14_15_freeform_tool_is_function() -> None:
     ]
 
 
-def test_14_15_namespace_shows_its_members() -> None:
+def test_namespace_shows_its_members() -> None:
     members = [
         {"type": "function", "name": "spawn", "description": "Spawns."},
         {"type": "custom", "name": "exec"},
@@ -60,7 +60,7 @@ def test_14_15_namespace_shows_its_members() -> None:
     assert box.ignored == ["$.tools[1].tools[2]"]
 
 
-def test_14_15_default_namespace_is_hidden() -> None:
+def test_default_namespace_is_hidden() -> None:
     (tool,) = shown(
         {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]}
     ).tools
@@ -92,7 +92,7 @@ def test_nested_namespace_is_dropped() -> None:
         ({"type": "tool_search", "execution": "client"}, "tool_search", ["query"]),
     ],
 )
-def test_14_15_client_tool_is_function(tool: dict[str, Any], name: str, required: list[str]) -> None:
+def test_client_tool_is_function(tool: dict[str, Any], name: str, required: list[str]) -> None:
     """A tool that the client runs is a function."""
     (found,) = shown(tool).tools
     assert (found.name, found.parameters["required"], found.spelling["kind"]) == (name, required, name)
@@ -106,7 +106,7 @@ def test_search_tool_keeps_client_words() -> None:
     assert (found.description, found.parameters) == ("Finds.", SCHEMA)
 
 
-def test_14_15_hosted_tools_are_named() -> None:
+def test_hosted_tools_are_named() -> None:
     """Tools that run elsewhere are dropped and named."""
     hosted = [
         "web_search",

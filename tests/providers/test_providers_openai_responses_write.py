@@ -140,7 +140,7 @@ def test_streamed_items_equal_whole_answer() -> None:
     assert len({item["id"] for item in body["output"]}) == 6
 
 
-def test_14_9_call_arguments_in_one_piece() -> None:
+def test_call_arguments_in_one_piece() -> None:
     """A call is shown empty, and then in one piece."""
     added, delta, done, item = events(ResponseStream(CALL).delta(GO))[2:]
     assert (added["item"]["arguments"], added["item"]["status"], added["item"]["call_id"]) == (
@@ -157,11 +157,11 @@ def test_14_9_call_arguments_in_one_piece() -> None:
     assert delta["item_id"] == done["item_id"] == item["item"]["id"]
 
 
-def test_14_11_call_id_as_minted() -> None:
+def test_call_id_as_minted() -> None:
     assert events(ResponseStream(CALL).delta(GO))[2]["item"]["call_id"] == GO.id
 
 
-def test_14_10_terminal_markers() -> None:
+def test_terminal_markers() -> None:
     end = events(ResponseStream(CALL).end([Answer(parts=(), finish_reason="stop")], USAGE))
     assert [event["type"] for event in end] == [
         "response.created",
@@ -193,7 +193,7 @@ def test_cut_answer_beside_calls(calls_first: bool, status: str) -> None:
     assert events(stream.end([answer], USAGE))[-1]["type"] == f"response.{status}"
 
 
-def test_14_12_usage_only_at_end() -> None:
+def test_usage_only_at_end() -> None:
     """Usage is at the end and only there."""
     found = events(everything()[0])
     assert [event["response"]["usage"] is None for event in found if "response" in event] == [
@@ -203,7 +203,7 @@ def test_14_12_usage_only_at_end() -> None:
     ]
 
 
-def test_14_5_keepalive_before_the_start() -> None:
+def test_keepalive_before_the_start() -> None:
     """A keep-alive is an event, and legal before the start."""
     stream = ResponseStream(CALL)
     assert kinds(stream.keep_alive()) == ["created", "in_progress"]
@@ -216,7 +216,7 @@ def test_14_5_keepalive_before_the_start() -> None:
 
 @pytest.mark.parametrize("kind", ["engine_failed", "overloaded", "cancelled"])
 @pytest.mark.parametrize("shown", [False, True])
-def test_14_8_retryable_failure_breaks_silently(kind: Any, shown: bool) -> None:
+def test_retryable_failure_breaks_silently(kind: Any, shown: bool) -> None:
     """A failure that can be tried again breaks the stream without a word."""
     stream = ResponseStream(CALL)
     if shown:
@@ -227,7 +227,7 @@ def test_14_8_retryable_failure_breaks_silently(kind: Any, shown: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "code"), [("session_over", "invalid_prompt"), ("context_too_long", "context_length_exceeded")]
 )
-def test_14_8_final_failure_is_said(kind: Any, code: str) -> None:
+def test_final_failure_is_said(kind: Any, code: str) -> None:
     stream = ResponseStream(CALL)
     stream.delta(GO)
     stream.delta(TextDelta("half"))
@@ -251,7 +251,7 @@ COMPACTS = a_call(extras={"echo": ECHO, "compacts": True})
 SUMMARY = Answer(parts=(ThinkingPart("hm"), TextPart("We did it."), GO), finish_reason="tool_calls")
 
 
-def test_14_20_streamed_compaction_one_item() -> None:
+def test_streamed_compaction_one_item() -> None:
     stream = ResponseStream(COMPACTS)
     sent = stream.start(prompt_tokens=10, cached_tokens=8)
     for delta in (ThinkingDelta("hm"), TextDelta("We did it."), GO):

@@ -139,7 +139,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 # ── OpenAI ────────────────────────────────────────────────────────────────────
 
 
-def test_14_3_openai_whole_answer() -> None:
+def test_openai_whole_answer() -> None:
     node = Node()
     found = openai_client(node).chat.completions.create(
         model="asked-for", messages=HI, tools=[CHAT_TOOL], temperature=0.5, stop=["END"]
@@ -162,7 +162,7 @@ def test_14_3_openai_whole_answer() -> None:
     assert (node.requests[0].sampling.temperature, node.requests[0].sampling.stop) == (0.5, ("END",))
 
 
-def test_14_3_openai_streamed_accumulator() -> None:
+def test_openai_streamed_accumulator() -> None:
     """An OpenAI answer is streamed through the SDK's own accumulator."""
     with openai_client(Node()).chat.completions.stream(
         model="asked-for", messages=HI, tools=[CHAT_TOOL], stream_options={"include_usage": True}
@@ -180,7 +180,7 @@ def test_14_3_openai_streamed_accumulator() -> None:
     assert found.usage.completion_tokens == 4
 
 
-def test_14_12_openai_no_unasked_usage() -> None:
+def test_openai_no_unasked_usage() -> None:
     """OpenAI's SDK is streamed no usage unasked."""
     chunks = list(openai_client(Node()).chat.completions.create(model="m", messages=HI, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
@@ -222,7 +222,7 @@ def test_openai_models_and_missing_path() -> None:
 # ── Anthropic ─────────────────────────────────────────────────────────────────
 
 
-def test_14_3_anthropic_whole_answer() -> None:
+def test_anthropic_whole_answer() -> None:
     node = Node()
     found = anthropic_client(node).messages.create(
         model="asked-for", messages=HI, max_tokens=9, tools=[TOOL], system="You code."
@@ -245,7 +245,7 @@ def test_14_3_anthropic_whole_answer() -> None:
     assert node.requests[0].conversation.messages[0].text == "You code."
 
 
-def test_14_3_anthropic_streamed_accumulator() -> None:
+def test_anthropic_streamed_accumulator() -> None:
     """An Anthropic answer is streamed through the SDK's own accumulator."""
     with anthropic_client(Node()).messages.stream(
         model="asked-for", messages=HI, max_tokens=9, tools=[TOOL]
@@ -312,7 +312,7 @@ def test_anthropic_raises_own_error(kind: FaultKind, error: type[anthropic.APISt
     assert body["type"] == "error"
 
 
-def test_14_8_error_event_reaches_anthropic() -> None:
+def test_error_event_reaches_anthropic() -> None:
     """An error event reaches the Anthropic client."""
     node = Node(fault=Fault(kind="engine_failed", message="The engine died."), breaks=True)
     with (

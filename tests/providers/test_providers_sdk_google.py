@@ -264,7 +264,7 @@ def check_asked(request: ModelRequest) -> None:
 # ── one question ──────────────────────────────────────────────────────────────
 
 
-def test_14_3_google_whole_answer() -> None:
+def test_google_whole_answer() -> None:
     node = Node()
     check_whole(client_of(node).models.generate_content(model="asked-for", contents="hi", config=CONFIG))
     check_asked(node.requests[0])
@@ -273,7 +273,7 @@ def test_14_3_google_whole_answer() -> None:
 
 
 @under_asyncio
-async def test_14_3_google_whole_answer_async() -> None:
+async def test_google_whole_answer_async() -> None:
     node = Node()
     check_whole(
         await client_of(node).aio.models.generate_content(model="asked-for", contents="hi", config=CONFIG)
@@ -301,7 +301,7 @@ def check_streamed(chunks: list[types.GenerateContentResponse]) -> None:
     assert (usage.prompt_token_count, usage.total_token_count) == (10, 14)
 
 
-def test_14_3_google_streamed() -> None:
+def test_google_streamed() -> None:
     node = Node()
     check_streamed(
         list(client_of(node).models.generate_content_stream(model="asked-for", contents="hi", config=CONFIG))
@@ -312,7 +312,7 @@ def test_14_3_google_streamed() -> None:
 
 
 @under_asyncio
-async def test_14_3_google_streamed_async() -> None:
+async def test_google_streamed_async() -> None:
     node = Node()
     stream = await client_of(node).aio.models.generate_content_stream(
         model="asked-for", contents="hi", config=CONFIG
@@ -383,7 +383,7 @@ def check_rounds(node: Node) -> None:
 AUTOMATIC = types.GenerateContentConfig(tools=[go, stay], thinking_config=THOUGHTS)
 
 
-def test_14_11_automatic_calls() -> None:
+def test_automatic_calls() -> None:
     node = Node()
     found = client_of(node).models.generate_content(model="m", contents="hi", config=AUTOMATIC)
     assert found.text == "We have arrived."
@@ -396,14 +396,14 @@ def test_14_11_automatic_calls() -> None:
 
 
 @under_asyncio
-async def test_14_11_automatic_calls_async() -> None:
+async def test_automatic_calls_async() -> None:
     node = Node()
     found = await client_of(node).aio.models.generate_content(model="m", contents="hi", config=AUTOMATIC)
     assert found.text == "We have arrived."
     check_rounds(node)
 
 
-def test_14_11_automatic_calls_streamed() -> None:
+def test_automatic_calls_streamed() -> None:
     node = Node()
     chunks = list(client_of(node).models.generate_content_stream(model="m", contents="hi", config=AUTOMATIC))
     assert "".join(chunk.text or "" for chunk in chunks).endswith("We have arrived.")
@@ -411,7 +411,7 @@ def test_14_11_automatic_calls_streamed() -> None:
 
 
 @under_asyncio
-async def test_14_11_automatic_calls_streamed_async() -> None:
+async def test_automatic_calls_streamed_async() -> None:
     node = Node()
     stream = await client_of(node).aio.models.generate_content_stream(
         model="m", contents="hi", config=AUTOMATIC
@@ -420,7 +420,7 @@ async def test_14_11_automatic_calls_streamed_async() -> None:
     check_rounds(node)
 
 
-def test_14_19_chat_keeps_history() -> None:
+def test_chat_keeps_history() -> None:
     node = Node()
     chat = client_of(node).chats.create(model="m", config=AUTOMATIC)
     assert chat.send_message("hi").text == "We have arrived."
@@ -436,7 +436,7 @@ def test_14_19_chat_keeps_history() -> None:
     ]
 
 
-def test_14_19_streamed_chat_keeps_history() -> None:
+def test_streamed_chat_keeps_history() -> None:
     """A streamed chat keeps its history over signs of life."""
     node = Node()
     chat = client_of(node).chats.create(model="m", config=AUTOMATIC)
@@ -449,7 +449,7 @@ def test_14_19_streamed_chat_keeps_history() -> None:
 
 
 @under_asyncio
-async def test_14_19_streamed_chat_history_async() -> None:
+async def test_streamed_chat_history_async() -> None:
     node = Node()
     chat = client_of(node).aio.chats.create(model="m", config=AUTOMATIC)
     for text in ("hi", "and now?"):
@@ -591,7 +591,7 @@ async def test_google_raises_own_error_async() -> None:
         await client.models.generate_content(model="m", contents="hi")
 
 
-def test_14_22_google_sdk_retries() -> None:
+def test_google_sdk_retries() -> None:
     """Google's SDK tries again by itself."""
     node = Node(fault=Fault(kind="overloaded", message="m"))
     retry = types.HttpOptions(
@@ -604,7 +604,7 @@ def test_14_22_google_sdk_retries() -> None:
     assert len(node.paths) == 3
 
 
-def test_14_8_broken_stream_reaches_client() -> None:
+def test_broken_stream_reaches_client() -> None:
     client = client_of(Node(fault=Fault(kind="engine_failed", message="The engine died."), breaks=True))
     with pytest.raises(errors.ServerError, match="The engine died"):
         list(client.models.generate_content_stream(model="m", contents="hi"))

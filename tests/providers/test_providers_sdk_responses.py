@@ -173,7 +173,7 @@ def plain(items: Any) -> list[Any]:
 # ── whole and streamed ────────────────────────────────────────────────────────
 
 
-def test_14_3_whole_answer() -> None:
+def test_whole_answer() -> None:
     node = Node()
     found = node.sync().responses.create(
         model="asked-for",
@@ -225,7 +225,7 @@ def test_14_3_whole_answer() -> None:
     assert node.keys == [("abc", "key")]
 
 
-def test_14_3_streamed_accumulator() -> None:
+def test_streamed_accumulator() -> None:
     """A streamed answer is read through the SDK's own accumulator."""
     with Node().sync().responses.stream(model="asked-for", input="hi", tools=[TOOL]) as stream:
         kinds = [event.type for event in stream]
@@ -258,7 +258,7 @@ def test_streamed_events_are_numbered() -> None:
     assert (text, thinking) == ("Off to 🚀.", "Where to?\n")
 
 
-async def test_14_3_async_sdk_reads_same() -> None:
+async def test_async_sdk_reads_same() -> None:
     whole = await Node().parallel().responses.create(model="m", input="hi", tools=[TOOL])
     async with Node().parallel().responses.stream(model="m", input="hi", tools=[TOOL]) as stream:
         found = await stream.get_final_response()
@@ -439,7 +439,7 @@ def test_sdk_raises_own_error(kind: FaultKind, error: type[openai.APIStatusError
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_14_22_sdk_obeys_retry_after(autojump_clock: trio.testing.MockClock) -> None:
+async def test_sdk_obeys_retry_after(autojump_clock: trio.testing.MockClock) -> None:
     busy = Fault(kind="overloaded", message="One sentence.", retry_after_s=7)
     node = Node(faults=(busy, busy))
     found = await node.parallel(max_retries=2).responses.create(model="m", input="hi")
@@ -458,7 +458,7 @@ def test_unreadable_input_named_with_path() -> None:
     assert caught.value.param == "input[0].content[0]"
 
 
-def test_14_8_final_stream_failure() -> None:
+def test_final_stream_failure() -> None:
     """A stream that must not be tried again says so."""
     node = Node(breaks=Fault(kind="context_too_long", message="Too long.", prompt_tokens=9, limit=8))
     events = list(node.sync().responses.create(model="m", input="hi", stream=True))

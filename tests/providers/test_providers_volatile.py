@@ -22,7 +22,7 @@ def user(text: str) -> Message:
     return Message(role="user", text=text)
 
 
-def test_14_19_openclaw_last_message_goes() -> None:
+def test_openclaw_last_message_goes() -> None:
     """OpenClaw's last message goes, so that each request extends the one before."""
     first, dropped = without_volatile((OPENCLAW, PROMPT, user(CONTEXT)))
     assert (first, dropped) == ((OPENCLAW, PROMPT), True)
@@ -86,7 +86,7 @@ def test_many_markers_take_linear_time() -> None:
     assert process_time() - before < 5  # a fraction of a second; hours if each mark looked for its end
 
 
-def test_14_13_only_billing_line_goes() -> None:
+def test_only_billing_line_goes() -> None:
     """Claude Code's billing line goes, and no other."""
     assert without_billing_line("x-anthropic-billing-header: cc_version=2; cch=ab;\nYou code.") == "You code."
     assert without_billing_line("x-anthropic-billing-header: alone") == ""

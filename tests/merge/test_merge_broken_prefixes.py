@@ -1,5 +1,4 @@
-"""What breaks prefixes, and the right answer (the design's section 2 of tokens), a test for each row of the
-table and for its neighbours.
+"""What breaks prefixes, and the right answer: how harnesses change the history they send back.
 
 Every request goes the whole way: a dialect's own JSON through the real reading, the lineages, the model's
 template and the record. `kept` is the answer to most: the prompt is the extended turn's prompt and sample, id
@@ -30,28 +29,6 @@ from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 from polarnode.merge.lineage import Lineages
 
-ROWS = (
-    "template_strips_old_thinking",
-    "harness_drops_or_trims_thinking",
-    "json_is_written_again",
-    "whitespace_nothing_and_parts",
-    "what_the_parser_could_not_read",
-    "harness_repairs_a_call",
-    "rewrite_microcompaction_and_compaction",
-    "subagents_and_other_heads",
-    "nonces_in_the_system_prompt",
-    "system_in_the_middle",
-    "cache_control_moves",
-    "gemini_merges_text_and_drops_its_signatures",
-    "unsigned_thinking_and_resumed_sessions",
-    "length_cut",
-    "stop_string_cut",
-    "cut_letters_and_letters_that_normalise",
-    "default_system_prompt",
-    "think_prefill",
-    "boundary_token_shared",
-    "control_tokens_in_client_text",
-)
 PARAMETERS: Any = {"type": "object", "properties": {"path": {"type": "string"}}}
 TOOLS: Any = [
     {"type": "function", "function": {"name": "look", "description": "Reads.", "parameters": PARAMETERS}}
@@ -59,11 +36,6 @@ TOOLS: Any = [
 THOUGHT = "<think>|\nA thought.\n|</think>|\n\n"
 LOOK = '<tool_call>|\n{"name": "look", "arguments": {"path": "a.txt", "deep": 1, "all": true}}\n|</tool_call>'
 USER: Any = {"role": "user", "content": "go"}
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_every_table_row_has_test(row: str) -> None:
-    assert any(name.startswith(f"test_{row}") for name in globals())
 
 
 @define(eq=False)
