@@ -130,7 +130,9 @@ async def _verdict(name: str, part: WeightedEvaluator, finished: Finished) -> Ve
 def _checked(verdict: object, finished: Finished) -> Verdict:
     """Check a part's verdict here, where the part's name is known: a part may be user code."""
     if not isinstance(verdict, Verdict):
-        raise EvaluatorError(f"it returned {type(verdict).__name__}: return a polarnode.records.Verdict")
+        raise EvaluatorError(
+            f"it returned {type(verdict).__name__}: return a polarnode.core.trajectory.Verdict"
+        )
     lineages, turns = checked_rewards(verdict, finished.turns)
     return evolve(
         verdict, reward=finite(verdict.reward, "its reward"), lineage_rewards=lineages, turn_rewards=turns

@@ -54,9 +54,6 @@ from polarnode.tokens.template import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for a cancel to be on disk before it is answered. The journal waits out a full disk, which must
-# not delay the answer.
-WRITTEN_S = 5.0
 DRAIN_RETRY_S = 10.0  # a client offers a task again after this; a drain lasts as long as its longest session
 
 

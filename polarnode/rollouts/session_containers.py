@@ -90,7 +90,7 @@ def checked(verdict: object, turns: Sequence[Turn] = ()) -> Verdict:
     """
     if not isinstance(verdict, Verdict):
         raise EvaluatorError(
-            f"the evaluator returned {type(verdict).__name__}: return a polarnode.records.Verdict"
+            f"the evaluator returned {type(verdict).__name__}: return a polarnode.core.trajectory.Verdict"
         )
     reward = finite(verdict.reward, "its reward")
     lineages, of_turns = checked_rewards(verdict, turns)

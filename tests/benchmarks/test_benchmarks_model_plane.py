@@ -71,7 +71,7 @@ def test_latency_floor_is_measured() -> None:
     ("count", "ranks"),
     [(3, (1, 3)), (5, (1, 5)), (6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (30, (10, 21))],
 )
-def test_a_medians_interval_is_that_of_the_tables(
+def test_median_interval_matches_tables(
     count: int, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks are those of the sign test's tables, at 5 % on both sides together."""

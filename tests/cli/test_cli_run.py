@@ -424,7 +424,8 @@ def wait_for(child: "subprocess.Popen[str]", words: str) -> None:
     ],
     ids=["solved", "forged"],
 )
-def test_a_harbor_directory_is_run_as_it_is(tmp_path: Path, script: str, reward: float) -> None:
+def test_harbor_directory_runs_unchanged(tmp_path: Path, script: str, reward: float) -> None:
+    """A harbor directory is run as it is."""
     over = (
         '[harness]\nname = "shell"\ncommand = ["sh", "-c",'
         f" {json.dumps(f'set -e; {script}')}]\n[runtime]\nadd_harness = true\n"

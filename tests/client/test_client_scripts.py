@@ -202,9 +202,8 @@ blocks = st.lists(
 
 
 @given(blocks, st.lists(st.integers(1, 40), max_size=20), st.sampled_from([b"\n", b"\r\n"]))
-def test_events_are_the_same_however_their_bytes_are_cut(
-    parts: "list[bytes]", sizes: "list[int]", end: bytes
-) -> None:
+def test_events_survive_any_chunking(parts: "list[bytes]", sizes: "list[int]", end: bytes) -> None:
+    """Events are the same however their bytes are cut."""
     body = b"".join(parts).replace(b"\n", end)
     whole, piecewise, rest = list(Decoder().feed(body)), [], body
     decoder = Decoder()
@@ -232,7 +231,8 @@ def test_endless_event_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_whatever_comes_is_an_event_a_sign_of_life_or_no_polarnodes(data: bytes) -> None:
+def test_any_stream_is_event_or_error(data: bytes) -> None:
+    """Whatever comes is an event a sign of life or no polarnodes."""
     for found in Decoder().feed(data + b"\n\n"):
         if isinstance(found, SignOfLife):
             assert found is SIGN_OF_LIFE
@@ -252,9 +252,10 @@ def test_whatever_comes_is_an_event_a_sign_of_life_or_no_polarnodes(data: bytes)
     st.integers(1, 90),
     st.sets(st.integers(1, 30), max_size=8),
 )
-def test_nothing_is_missed_and_nothing_comes_twice_wherever_it_is_cut(
+def test_cut_stream_delivers_exactly_once(
     count: int, cuts: "list[int]", piece: int, filtered: "set[int]"
 ) -> None:
+    """Nothing is missed and nothing comes twice wherever it is cut."""
     numbers = [seq for seq in range(1, count + 1) if seq not in filtered]  # a filter leaves numbers out
     world = World([(seq, task_event(seq)) for seq in numbers], cuts=cuts, piece=piece)
     found = list(gives(api(world).trajectories(reading(), ()), world))
@@ -268,9 +269,10 @@ def test_nothing_is_missed_and_nothing_comes_twice_wherever_it_is_cut(
     st.integers(1, 90),
     st.lists(st.integers(1, 6), max_size=6),
 )
-def test_a_reader_that_dies_reads_again_only_what_it_was_still_working_on(
+def test_dead_reader_rereads_unacknowledged_only(
     count: int, cuts: "list[int]", piece: int, lives: "list[int]"
 ) -> None:
+    """A reader that dies reads again only what it was still working on."""
     world = World([(seq, task_event(seq)) for seq in range(1, count + 1)], cuts=cuts, piece=piece)
     finished: list[int] = []
     for length in (*lives, count + 1):
@@ -525,7 +527,7 @@ def whole(group: Group) -> bool:
     st.sampled_from([0, 700, 1 << 30]),
     st.lists(st.integers(0, 3000), max_size=4),
 )
-def test_every_group_is_worked_on_whole_however_often_its_trainer_dies(
+def test_groups_whole_after_trainer_deaths(
     log: "list[tuple[int, bytes]]", lives: "list[int]", kept_bytes: int, cuts: "list[int]"
 ) -> None:
     """The position never passes what an unfinished group needs; what was finished and comes again is known by
@@ -552,9 +554,10 @@ def _task_of(body: bytes) -> str:
 
 
 @given(interleaved())
-def test_without_skip_a_finished_group_comes_again_only_behind_one_that_is_not(
+def test_finished_group_repeats_behind_unfinished(
     log: "list[tuple[int, bytes]]",
 ) -> None:
+    """Without skip a finished group comes again only behind one that is not."""
     world = world_of(log)
     first, again = (
         list(gives(api(world).groups(reading(consumer="c", ack=True), (), 0, in_(world)), world))

@@ -99,9 +99,10 @@ HEADERS = st.lists(
     "/",
     [("Host", "site.example"), ("Connection", "content-length"), ("Content-Length", "3")],
 )
-def test_what_goes_out_is_one_request_for_the_host_that_was_allowed(
+def test_egress_sends_one_allowed_request(
     method: str, scheme: str, host: str, port: str, path: str, headers: list[tuple[str, str]]
 ) -> None:
+    """What goes out is one request for the host that was allowed."""
     lines = [
         f"{method} {scheme}{host}{port}{path} HTTP/1.1",
         *(f"{name}: {value}" for name, value in headers),

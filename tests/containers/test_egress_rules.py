@@ -121,7 +121,8 @@ def test_long_list_is_shortened() -> None:
 
 
 @given(NAMES, LABELS)
-def test_a_wildcard_is_all_below_and_not_the_name_itself(name: str, label: str) -> None:
+def test_wildcard_excludes_name_itself(name: str, label: str) -> None:
+    """A wildcard is all below and not the name itself."""
     assert pattern_covers(f"*.{name}", f"{label}.{name}")
     assert pattern_covers(f"*.{name}", f"{label}.{label}.{name}")
     assert pattern_covers(f"*.{name}", f"*.{label}.{name}"), "a task may ask for a part of what a node allows"
@@ -134,13 +135,15 @@ def test_a_wildcard_is_all_below_and_not_the_name_itself(name: str, label: str) 
 
 
 @given(NAMES, st.text("cC.", max_size=1))
-def test_every_spelling_of_a_name_is_the_same(name: str, end: str) -> None:
+def test_host_spellings_are_equal(name: str, end: str) -> None:
+    """Every spelling of a name is the same."""
     assert spelled(name.upper()) == spelled(f"{name}.") == name
     assert egress_rules([name.title()], []).refusal(f"{name.upper()}.", 443) is None
 
 
 @given(st.text(max_size=40))
-def test_any_text_is_a_name_of_letters_or_refused(text: str) -> None:
+def test_any_text_is_name_or_refused(text: str) -> None:
+    """Any text is a name of letters or refused."""
     if name_fault(text) is None:
         name = spelled(text)
         assert set(name) <= set(string.ascii_lowercase + string.digits + "-._")
@@ -244,7 +247,8 @@ def test_configured_networks_are_allowed() -> None:
 
 
 @given(st.ip_addresses(v=4))
-def test_an_address_is_judged_alike_in_all_its_wrappings(address: ipaddress.IPv4Address) -> None:
+def test_wrapped_address_judged_alike(address: ipaddress.IPv4Address) -> None:
+    """An address is judged alike in all its wrappings."""
     wrapped = [ipaddress.IPv6Address(f"{prefix}{address}") for prefix in ("::ffff:", "64:ff9b::")]
     assert {is_public(each) for each in wrapped} == {is_public(address)}
     assert not is_public(ipaddress.IPv6Address((0x2002 << 112) | (int(address) << 80)))
@@ -271,7 +275,8 @@ def test_no_address_of_these_networks_is_public(network: str, data: st.DataObjec
 
 
 @given(st.ip_addresses(v=6))
-def test_only_the_global_block_of_ipv6_is_public(address: ipaddress.IPv6Address) -> None:
+def test_only_global_ipv6_is_public(address: ipaddress.IPv6Address) -> None:
+    """Only the global block of ipv6 is public."""
     if is_public(address):
         assert (
             address in ipaddress.ip_network("2000::/3")

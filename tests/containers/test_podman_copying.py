@@ -317,9 +317,10 @@ def grown(folder: Path, steps: list[tuple[str, str, object]]) -> None:
 
 @settings_of_hypothesis(deadline=None, max_examples=60)
 @given(left=st.lists(STEPS, max_size=12), right=st.lists(STEPS, max_size=12))
-def test_whatever_was_there_a_copy_is_the_source(
+def test_copy_equals_source(
     left: list[tuple[str, str, object]], right: list[tuple[str, str, object]]
 ) -> None:
+    """Whatever was there a copy is the source."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         roots = []
         for name, steps in (("source", left), ("target", right)):

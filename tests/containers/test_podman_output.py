@@ -26,9 +26,8 @@ def framed(pieces: list[tuple[int, bytes]]) -> bytes:
 
 
 @given(pieces=PIECES, cuts=st.lists(st.integers(1, 30), max_size=30))
-def test_frames_come_out_whole_however_the_stream_is_cut(
-    pieces: list[tuple[int, bytes]], cuts: list[int]
-) -> None:
+def test_frames_whole_for_any_chunking(pieces: list[tuple[int, bytes]], cuts: list[int]) -> None:
+    """Frames come out whole however the stream is cut."""
     stream, frames = framed(pieces), FrameSplitter()
     kept = {"stdout": b"", "stderr": b""}
     while stream:
@@ -86,7 +85,8 @@ def test_the_end_is_kept(pieces: list[bytes], limit: int) -> None:
 
 
 @given(pieces=st.lists(st.binary(max_size=30), max_size=20), limit=st.integers(2, 60))
-def test_beginning_and_end_are_kept_in_a_file(pieces: list[bytes], limit: int) -> None:
+def test_output_keeps_beginning_and_end(pieces: list[bytes], limit: int) -> None:
+    """Beginning and end are kept in a file."""
     sink, whole = io.BytesIO(), b"".join(pieces)
     log = BoundedLog(sink, limit)
     for piece in pieces:

@@ -274,9 +274,11 @@ COMERS = st.lists(
     st.lists(st.sampled_from(["fine", "refused", "fault"]), max_size=4),
     st.lists(st.booleans(), max_size=3),
 )
-def test_whoever_comes_and_goes_nobody_waits_for_ever(
+def test_no_waiter_waits_for_ever(
     comers: list[tuple[int, float, str]], steps: list[str], copying: list[bool]
 ) -> None:
+    """Whoever comes and goes nobody waits for ever."""
+
     async def step(runtime: MemoryRuntime) -> None:
         await trio.lowlevel.checkpoint()
         match steps.pop() if steps else "fine":

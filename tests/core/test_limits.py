@@ -67,7 +67,8 @@ def marks(value: Json) -> int:
 
 
 @given(value=BODIES, off=st.integers(-2, 2))
-def test_values_are_counted_before_they_are_parsed_and_texts_are_not(value: Json, off: int) -> None:
+def test_json_values_counted_before_parsing(value: Json, off: int) -> None:
+    """Values are counted before they are parsed and texts are not."""
     found = marks(value)
     assert exceeds_values(orjson.dumps(value), found + off) == (off < 0)
 
@@ -179,7 +180,8 @@ def test_value_without_json_form_is_refused(value: Any, sentence: str) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     )
 )
-def test_what_a_json_reader_returns_passes_or_is_named(value: Any) -> None:
+def test_json_value_passes_or_is_named(value: Any) -> None:
+    """What a json reader returns passes or is named."""
     fault = value_fault(value, "$.m")
     if fault is None:
         assert read_json(dump_json(value)) == value

@@ -47,14 +47,16 @@ CALLS = st.lists(
 
 
 @given(CALLS, st.lists(st.text(max_size=3), min_size=1, max_size=12), st.integers(1, 20))
-def test_a_run_is_as_long_as_its_equal_turns_whatever_is_written_beside_them(
+def test_run_length_counts_equal_turns(
     calls: list[tuple[str, str, str]], texts: list[str], most: int
 ) -> None:
+    """A run is as long as its equal turns whatever is written beside them."""
     assert equal_turns(talk(*((text, calls) for text in texts)), most) == min(most, len(texts))
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30), st.integers(1, 30))
-def test_a_run_is_what_a_naive_reader_counts(results: list[str], most: int) -> None:
+def test_run_matches_naive_count(results: list[str], most: int) -> None:
+    """A run is what a naive reader counts."""
     run = 0
     for result in reversed(results):
         if result != results[-1]:

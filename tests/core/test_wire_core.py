@@ -245,7 +245,8 @@ def path_of_refusal(body: Json) -> str | None:
 
 
 @given(JSON)
-def test_any_json_is_read_or_refused_with_a_path_and_nothing_else(value: Json) -> None:
+def test_any_json_read_or_refused_with_path(value: Json) -> None:
+    """Any json is read or refused with a path and nothing else."""
     bodies: list[Json] = [
         value,
         request(anything=value),

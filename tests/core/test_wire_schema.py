@@ -50,12 +50,14 @@ ODD = st.dictionaries(
 
 
 @given(spec=SPECS)
-def test_every_task_there_can_be_fits_its_schema(spec: TaskSpec) -> None:
+def test_every_task_fits_its_schema(spec: TaskSpec) -> None:
+    """Every task there can be fits its schema."""
     assert TASK.is_valid(task_json(spec))
 
 
 @given(value=ODD)
-def test_the_schema_and_the_reader_say_the_same(value: Any) -> None:
+def test_schema_agrees_with_reader(value: Any) -> None:
+    """The schema and the reader say the same."""
     try:
         structure(value, Odd, forbid_extra=True)
         taken = True

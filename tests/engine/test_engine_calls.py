@@ -68,7 +68,8 @@ def test_prompt_needs_room_for_one_token() -> None:
 
 
 @pytest.mark.parametrize(("asked", "given"), [(None, 97), (5, 5), (1000, 97)])
-def test_the_tokens_asked_for_are_always_said_and_fit(asked: int | None, given: int) -> None:
+def test_max_tokens_always_set_and_fits(asked: int | None, given: int) -> None:
+    """The tokens asked for are always said and fit."""
     message = to_generate(order([1, 2, 3], max_tokens=asked, stop_ids=(7, 8)), context_length=100)
     assert message.sampling["max_new_tokens"] == given
     assert message.sampling["stop_token_ids"] == [7, 8]

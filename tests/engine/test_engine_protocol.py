@@ -195,7 +195,8 @@ def test_frames_survive_every_cut(frames: list[list[Message]], data: st.DataObje
 
 
 @given(st.binary(min_size=1, max_size=200))
-def test_garbage_is_refused_or_waited_for_but_never_anything_else(garbage: bytes) -> None:
+def test_garbage_frames_refused_or_incomplete(garbage: bytes) -> None:
+    """Garbage is refused or waited for but never anything else."""
     try:
         found = FrameDecoder().feed(garbage)
     except FrameError:

@@ -87,7 +87,8 @@ CALLS = st.lists(
 
 @settings(max_examples=100)
 @given(calls=CALLS, places=st.integers(1, 40))
-def test_every_call_is_taken_once_and_all_ends_empty(calls: list[One], places: int) -> None:
+def test_every_call_taken_exactly_once(calls: list[One], places: int) -> None:
+    """Every call is taken once and all ends empty."""
     played = Played(places)
     last: list[FairQueue[One]] = []
     played.run(calls, lambda _, queue: last.append(queue))
@@ -98,7 +99,9 @@ def test_every_call_is_taken_once_and_all_ends_empty(calls: list[One], places: i
 
 @settings(max_examples=100)
 @given(calls=CALLS, places=st.integers(1, 40))
-def test_no_place_is_left_free_where_a_call_waits_but_the_spared_ones(calls: list[One], places: int) -> None:
+def test_no_free_place_while_calls_wait(calls: list[One], places: int) -> None:
+    """No place is left free where a call waits but the spared ones."""
+
     def check(played: Played, queue: FairQueue[One]) -> None:
         running = len(played.began) - len(played.ended)
         assert not queue.waiting or places - running <= places // SPARE_DIVISOR
@@ -108,7 +111,8 @@ def test_no_place_is_left_free_where_a_call_waits_but_the_spared_ones(calls: lis
 
 @settings(max_examples=50)
 @given(takes=st.lists(st.floats(0.1, 5), min_size=1, max_size=80), places=st.integers(1, 40))
-def test_alone_a_session_gets_every_place_at_once_and_in_its_order(takes: list[float], places: int) -> None:
+def test_lone_session_gets_every_place(takes: list[float], places: int) -> None:
+    """Alone a session gets every place at once and in its order."""
     calls = [One("a", 0.0, each) for each in takes]
     played = Played(places)
     played.run(calls)
@@ -118,9 +122,7 @@ def test_alone_a_session_gets_every_place_at_once_and_in_its_order(takes: list[f
 
 @settings(max_examples=100)
 @given(calls=CALLS, places=st.integers(1, 12), others=st.integers(0, 30))
-def test_a_session_without_a_call_in_the_engine_waits_for_one_of_each_other(
-    calls: list[One], places: int, others: int
-) -> None:
+def test_idle_session_waits_one_call_each(calls: list[One], places: int, others: int) -> None:
     """It has the fewest, so nobody who has one goes before it; of the rest each goes at most once."""
     late = One("late", 10.0)
     floods = [One(each.session, min(each.at, 9.0), each.takes, each.tokens) for each in calls]

@@ -173,9 +173,10 @@ requests = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(requests, st.integers(1_000, 4_000))
-def test_every_request_begins_once_and_ends_and_the_cache_never_overflows(
+def test_requests_begin_once_without_overflow(
     load: list[tuple[int, int, int, float, bool]], capacity: int
 ) -> None:
+    """Every request begins once and ends and the cache never overflows."""
     found, now = model(capacity), 0.0
     ended: set[str] = set()
     began: set[str] = set()

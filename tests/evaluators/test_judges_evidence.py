@@ -41,7 +41,7 @@ TEXTS = st.lists(st.text(max_size=40), max_size=4)
 
 
 @given(TEXTS)
-def test_a_fence_stands_in_none_of_its_texts(texts: list[str]) -> None:
+def test_fence_appears_in_no_text(texts: list[str]) -> None:
     """Also not where an author had guessed it: every mark that texts hold makes another."""
     fence = make_fence(texts)
     assert not any(fence.mark in text for text in texts)
@@ -113,9 +113,7 @@ def test_side_calls_hidden_helpers_named() -> None:
 
 
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(1, 80), st.integers(20, 400))
-def test_no_line_that_somebody_else_wrote_passes_for_ours(
-    answers: list[str], message_most: int, most: int
-) -> None:
+def test_foreign_line_never_passes_as_ours(answers: list[str], message_most: int, most: int) -> None:
     """An answer that plays a tool, another turn or the end of the transcript, with every sign that ends a
     line, cut wherever it is cut.
     """
@@ -131,9 +129,8 @@ def test_no_line_that_somebody_else_wrote_passes_for_ours(
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30), st.integers(200, 3000))
-def test_a_transcript_is_as_long_as_it_may_be_and_always_has_the_last_turn(
-    lengths: list[int], most: int
-) -> None:
+def test_transcript_bounded_with_last_turn(lengths: list[int], most: int) -> None:
+    """A transcript is as long as it may be and always has the last turn."""
     turns = session(*("x" * length for length in lengths))
     text = transcript(turn_texts(turns, message_most=10_000, thinking=False), most=most)
     assert len(text) <= most + 150 + 2 * len(turns), "but for the words that say what is left out"
@@ -144,7 +141,8 @@ def test_a_transcript_is_as_long_as_it_may_be_and_always_has_the_last_turn(
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=20), st.integers(200, 20_000))
-def test_every_turn_is_there_where_each_is_scored(lengths: list[int], most: int) -> None:
+def test_every_scored_turn_is_shown(lengths: list[int], most: int) -> None:
+    """Every turn is there where each is scored."""
     turns = turn_texts(session(*("x " * length for length in lengths)), message_most=10_000, thinking=False)
     text = render_every_turn(turns, most=most)
     assert len(text) <= max(most, len(turns)) + 60 * len(turns), "but for the words that say what is left out"

@@ -48,7 +48,8 @@ def scores(**given: float) -> str:
 
 
 @given(st.floats(0, 10), st.floats(1, 5))
-def test_a_reward_is_the_weighted_mean_of_scores_on_their_scales(works: float, tidy: float) -> None:
+def test_reward_is_weighted_mean_of_scores(works: float, tidy: float) -> None:
+    """A reward is the weighted mean of scores on their scales."""
     rubric = Rubric(
         words="",
         criteria=(CriterionConfig(name="works", weight=3), CriterionConfig(name="tidy", scale=(1.0, 5.0))),

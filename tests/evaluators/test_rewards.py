@@ -36,7 +36,7 @@ VERDICTS = st.builds(
 
 
 @given(st.lists(st.tuples(SMALL, VERDICTS), min_size=1, max_size=4))
-def test_a_trace_is_worth_what_its_parts_give_it(verdicts: list[tuple[float, Verdict]]) -> None:
+def test_trace_reward_sums_its_parts(verdicts: list[tuple[float, Verdict]]) -> None:
     """Whichever part gives lineages rewards: the sum in a trace is that of what each part alone would have
     put there.
     """

@@ -111,9 +111,10 @@ async def test_rules_reward_their_turns() -> None:
     st.sampled_from(["completed", "failed"]),
     st.integers(1, 5),
 )
-async def test_a_sessions_reward_is_its_outcome_and_its_turns_each_times_its_weight(
+async def test_session_reward_weighs_outcome_and_turns(
     outcome: float, turns: float, total: str, status: Any, count: int
 ) -> None:
+    """A sessions reward is its outcome and its turns each times its weight."""
     weights: Json = {"outcome": outcome, "turns": turns}
     found = await verdict(
         session(*"abcde"[:count]),

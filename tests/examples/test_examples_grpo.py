@@ -406,9 +406,8 @@ def test_stepwise_sampling_matches_plain_logits(learner: Learner) -> None:
     ("given", "word"),
     [(["--nodes", "0"], "must be 1 to 64"), (["--nodes", "2", "--url", "http://x"], "leave it out")],
 )
-def test_a_fleet_that_can_not_be_is_refused(
-    given: list[str], word: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_fleet_is_refused(given: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fleet that can not be is refused."""
     own, other = command.parsed(["--nodes", "2"]), command.parsed(["--url", "http://x"])
     assert (own.nodes, command.mark_of(own)) == (2, "")
     assert command.mark_of(other) != command.mark_of(other), "each run on a node that runs has its own names"

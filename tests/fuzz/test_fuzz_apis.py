@@ -388,5 +388,6 @@ TARGETS = tuple(target(api) for api in APIS)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_whatever_is_sent_is_answered_or_refused_with_a_path(target: Target) -> None:
+def test_any_call_answered_or_refused(target: Target) -> None:
+    """Whatever is sent is answered or refused with a path."""
     play(target)

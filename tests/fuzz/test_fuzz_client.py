@@ -254,8 +254,7 @@ TARGETS = (
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_hostile_server_gives_values_or_the_clients_own_errors(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_server_raises_client_errors(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile server gives values or the clients own errors."""
     monkeypatch.setattr(streams.logger, "disabled", True)  # pytest keeps each line, with its event
     play(target)

@@ -261,5 +261,6 @@ TARGETS = (
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_whatever_is_sent_to_the_control_plane_is_answered_or_refused(target: Target) -> None:
+def test_any_control_request_answered_or_refused(target: Target) -> None:
+    """Whatever is sent to the control plane is answered or refused."""
     play(target)

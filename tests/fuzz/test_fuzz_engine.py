@@ -278,9 +278,8 @@ TARGETS = (
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_host_that_sends_anything_costs_at_most_its_calls(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_host_costs_only_its_calls(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that sends anything costs at most its calls."""
     # each death is one line of log, and here is nothing but deaths
     monkeypatch.setattr(logging.getLogger("polarnode.engine.host"), "disabled", True)
     play(target)

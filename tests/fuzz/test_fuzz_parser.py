@@ -78,5 +78,6 @@ TARGETS = (Target(name="output_parser", inputs=outputs(), check=check, examples=
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_any_output_reads_the_same_however_it_comes(target: Target) -> None:
+def test_output_parses_alike_in_any_chunks(target: Target) -> None:
+    """Any output reads the same however it comes."""
     play(target)

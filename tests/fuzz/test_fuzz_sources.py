@@ -286,5 +286,6 @@ TARGETS = (
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_a_source_of_anything_is_read_or_refused(target: Target) -> None:
+def test_any_source_read_or_refused(target: Target) -> None:
+    """A source of anything is read or refused."""
     play(target)

@@ -468,7 +468,8 @@ def test_a_request_is_planned_anew(undelivered: CutCall | None) -> None:
     assert not exchange.over
 
 
-def test_a_plan_that_the_session_does_not_accept_is_abandoned() -> None:
+def test_unaccepted_plan_is_abandoned() -> None:
+    """A plan that the session does not accept is abandoned."""
     scene = ExchangeScene(LINES)
     scene.exchange.receive(ClientLeft(at=10.0))
 
@@ -573,9 +574,10 @@ PIECES = st.lists(
     stop=st.sampled_from(((), ("STOP",))),
     one_call=st.booleans(),
 )
-def test_however_a_sample_is_cut_into_chunks_its_answer_and_turn_are_the_same(
+def test_sample_chunks_change_nothing(
     pieces: list[Any], cuts: list[int], stop: tuple[str, ...], one_call: bool
 ) -> None:
+    """However a sample is cut into chunks its answer and turn are the same."""
     tokens = [token for piece in pieces for token in piece] + [END]
     at = [0, *sorted({cut for cut in cuts if 0 < cut < len(tokens)}), len(tokens)]
     found = []

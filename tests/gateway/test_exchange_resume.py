@@ -278,9 +278,8 @@ def run(steps: list[tuple[str, int, bool]]) -> Lineages:
 
 @settings(max_examples=200, deadline=None)
 @given(steps=STEPS, builder=st.sampled_from(BUILDERS))
-def test_every_sampled_token_is_trainable_once_resumed_or_not(
-    steps: list[tuple[str, int, bool]], builder: BuilderSpec
-) -> None:
+def test_sampled_tokens_trainable_once(steps: list[tuple[str, int, bool]], builder: BuilderSpec) -> None:
+    """Every sampled token is trainable once resumed or not."""
     turns = run(steps).turns
     built = build(builder, turns)
     counts = check(turns, built)
@@ -308,7 +307,8 @@ def spoken_by(turns: tuple[Turn, ...], turn: Turn) -> bytes:
 
 @settings(max_examples=50, deadline=None)
 @given(steps=STEPS)
-def test_the_session_can_be_rebuilt_and_its_turns_written(steps: list[tuple[str, int, bool]]) -> None:
+def test_session_rebuilds_from_its_turns(steps: list[tuple[str, int, bool]]) -> None:
+    """The session can be rebuilt and its turns written."""
     lineages = run(steps)
     turns = tuple(unpack_turn(pack_turn(turn)) for turn in lineages.turns)
     assert turns == lineages.turns

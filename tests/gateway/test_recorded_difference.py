@@ -166,7 +166,8 @@ WORDS = st.lists(st.sampled_from(["a", "b", " ", "\n", "é", "12", "-", "word"])
 
 
 @given(WORDS, WORDS)
-def test_the_shown_words_make_one_text_of_the_other(one: str, other: str) -> None:
+def test_shown_words_rebuild_other_text(one: str, other: str) -> None:
+    """The shown words make one text of the other."""
     first = compare_sessions(session([user(one)]), session([user(other)])).first
     if one == other:
         assert first is None

@@ -75,9 +75,8 @@ def test_subagent_and_cut_turns_not_forked() -> None:
 
 
 @given(st.integers(1, 30), st.integers(1, 8), st.sampled_from(["even", "entropy"]))
-def test_as_many_forks_as_were_asked_for_at_states_that_there_are(
-    turns: int, per_session: int, rule: ForkRule
-) -> None:
+def test_requested_forks_at_existing_states(turns: int, per_session: int, rule: ForkRule) -> None:
+    """As many forks as were asked for at states that there are."""
     whole = session(*(-(index * 7 % 5) / 4 - 0.1 for index in range(turns)))
     found = fork_turns(ForkPolicy(at=rule, per_session=per_session), whole.turns)
     assert len(found) == (per_session if turns > 1 else 0)

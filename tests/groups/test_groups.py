@@ -295,9 +295,8 @@ SPECS = st.builds(
 
 
 @given(st.lists(FACTS, min_size=1, max_size=8), SPECS, st.randoms(use_true_random=False))
-def test_whatever_ended_how_a_group_is_judged_once_and_read_as_it_was(
-    members: list[SessionFacts], spec: GroupSpec, random: Any
-) -> None:
+def test_group_judged_once_for_any_endings(members: list[SessionFacts], spec: GroupSpec, random: Any) -> None:
+    """Whatever ended how a group is judged once and read as it was."""
     placed = [evolve(each, session_id=f"s{index}", sample_index=index) for index, each in enumerate(members)]
     found = judged(spec, placed, task_id="t", group_id="g")
     random.shuffle(placed)

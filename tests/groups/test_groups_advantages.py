@@ -53,9 +53,8 @@ def test_they_sum_to_zero(rewards: list[float], estimator: Estimator) -> None:
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 40), estimators)
-def test_equal_rewards_and_one_alone_are_exactly_zero(
-    reward: float, count: int, estimator: Estimator
-) -> None:
+def test_equal_rewards_have_zero_advantage(reward: float, count: int, estimator: Estimator) -> None:
+    """Equal rewards and one alone are exactly zero."""
     assert advantages_of([reward] * count, estimator) == (0.0,) * count
 
 
@@ -70,16 +69,16 @@ def test_they_follow_their_sessions_whatever_the_order(
 
 
 @given(st.lists(st.integers(-8, 8).map(float), min_size=1, max_size=12), st.integers(-8, 8), estimators)
-def test_a_constant_added_to_all_rewards_changes_nothing(
-    rewards: list[float], more: int, estimator: Estimator
-) -> None:
+def test_constant_shift_changes_no_advantage(rewards: list[float], more: int, estimator: Estimator) -> None:
+    """A constant added to all rewards changes nothing."""
     assert advantages_of([each + more for each in rewards], estimator) == pytest.approx(
         advantages_of(rewards, estimator), abs=1e-9
     )
 
 
 @given(REWARDS.filter(lambda rewards: len(rewards) > 1))
-def test_leaving_one_out_compares_with_the_mean_of_the_others(rewards: list[float]) -> None:
+def test_leave_one_out_uses_others_mean(rewards: list[float]) -> None:
+    """Leaving one out compares with the mean of the others."""
     expected = [
         reward - fsum(rewards[:index] + rewards[index + 1 :]) / (len(rewards) - 1)
         for index, reward in enumerate(rewards)
@@ -233,7 +232,8 @@ def test_how_a_session_was_cut_moves_nothing(
 
 
 @given(SHAPES)
-def test_the_weights_of_a_batch_are_what_their_loss_says(shapes: list[tuple[float, list[int]]]) -> None:
+def test_batch_weights_match_loss(shapes: list[tuple[float, list[int]]]) -> None:
+    """The weights of a batch are what their loss says."""
     sessions = [
         session(f"s{index}", reward, *(trace(size) for size in sizes))
         for index, (reward, sizes) in enumerate(shapes)

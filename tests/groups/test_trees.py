@@ -194,13 +194,14 @@ def test_shared_turns_sum_leaf_weights() -> None:
     *map(st.sampled_from, (CREDITS, ESTIMATORS, LOSSES)),
     st.integers(0, 6),
 )
-def test_sessions_without_forks_have_exactly_the_rows_of_their_groups(
+def test_unforked_tree_rows_equal_group_rows(
     shapes: Sequence[tuple[float, list[int], float | None]],
     credit: TreeCredit,
     estimator: Estimator,
     loss: LossMean,
     half: int,
 ) -> None:
+    """Sessions without forks have exactly the rows of their groups."""
     every = [
         session(f"s{index}", reward, counts, own=own) for index, (reward, counts, own) in enumerate(shapes)
     ]
@@ -286,9 +287,10 @@ def by_node(
     st.integers(0, 1000),
     *map(st.sampled_from, (CREDITS, ESTIMATORS, LOSSES)),
 )
-def test_how_a_tree_was_cut_moves_no_tokens_advantage_and_no_weight(
+def test_tree_cut_moves_no_advantage(
     roots: list[Node], one: int, two: int, credit: TreeCredit, estimator: Estimator, loss: LossMean
 ) -> None:
+    """How a tree was cut moves no tokens advantage and no weight."""
     how: dict[str, Any] = {"credit": credit, "estimator": estimator, "loss": loss}
     how |= {"length": 40} if loss == "fixed_length" else {}
     found = []

@@ -214,7 +214,7 @@ async def test_early_disconnect_cancels_request() -> None:
             await cancelled.wait()
 
 
-# ── streams live (P13) ────────────────────────────────────────────────────────
+# ── streams live ────────────────────────────────────────────────────────────────
 
 
 async def test_quart_stream_survives_a_minute(autojump_clock: trio.testing.MockClock) -> None:
@@ -256,7 +256,7 @@ def test_served_quart_app_is_patched() -> None:
     assert (app.config["RESPONSE_TIMEOUT"], app.config["BODY_TIMEOUT"]) == (None, None)
 
 
-# ── closing is bounded (P2, P15) ──────────────────────────────────────────────
+# ── closing is bounded ──────────────────────────────────────────────────────────
 
 
 async def test_stalled_peer_does_not_delay_closing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,7 @@ async def test_closing_clients_leave_no_connection(make: Any, monkeypatch: pytes
             assert await trio.to_thread.run_sync(ask, address)
 
 
-# ── bugs stay where they are (P7) ─────────────────────────────────────────────
+# ── bugs stay where they are ────────────────────────────────────────────────────
 
 
 async def test_app_bug_ends_one_connection(caplog: pytest.LogCaptureFixture) -> None:

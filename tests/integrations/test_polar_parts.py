@@ -40,7 +40,8 @@ REQUEST: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "agent": {"h
 
 
 @given(st.text(max_size=300))
-def test_every_id_has_a_name_of_its_own_that_is_one_of_ours(polar_id: str) -> None:
+def test_every_id_has_own_valid_name(polar_id: str) -> None:
+    """Every id has a name of its own that is one of ours."""
     for name in (task_name(polar_id), dispatch_name(polar_id), run_name(task_name(polar_id), 999_999)):
         assert NAME.fullmatch(name), name
     assert task_name(polar_id) == task_name(polar_id)

@@ -7,27 +7,27 @@ is trained, what is checked.
 
 from mutants import CASES, CONTRACT, SESSIONS, Mutant
 
-P1 = f"{CONTRACT}::test_p1_a_prompt_starts_with_the_turn_it_extends"
-P2 = f"{CONTRACT}::test_p2_sampled_text_never_reaches_the_encoder"
-P3 = f"{CONTRACT}::test_p3_a_benign_echo_changes_no_prompt"
-P4 = f"{CONTRACT}::test_p4_a_changed_client_message_attaches_above_itself_and_is_shown"
-P5 = f"{CASES}::test_p5_a_parent_was_conditioned_on_exactly_what_the_request_says"
-P5_TOOLS = f"{CASES}::test_p5_the_same_words_under_other_tools_are_another_root"
-P6 = f"{CASES}::test_p6_twins_are_told_apart_by_their_ids"
-P6_FLAG = f"{CASES}::test_p6_twins_without_ids_are_flagged"
-P7 = f"{CASES}::test_p7_every_control_string_is_text_wherever_a_client_writes_it"
-P8 = f"{CASES}::test_p8_canonical_tokens_make_the_prompt_of_one_render"
-P9 = f"{CASES}::test_p9_the_masks_add_up_to_every_sampled_token_once"
-P10 = f"{CASES}::test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule"
-P10_ON = f"{CASES}::test_p10_an_answer_with_nothing_behind_it_goes_on_exactly"
-P10_REF = f"{CASES}::test_p10_a_reference_never_overrides_a_changed_client_message"
-P10_TEXT = f"{CASES}::test_p10_our_words_rewritten_are_no_longer_ours"
-P10_STOP = f"{CASES}::test_p10_a_stop_string_cuts_what_is_shown_and_not_what_was_sampled"
-P10_TWICE = f"{CASES}::test_p10_only_a_cut_answer_that_nothing_went_on_from_is_gone_on_with"
-P10_CUT_N = f"{CASES}::test_p10_choices_that_are_cut_together_are_all_trained"
-P10_N = f"{CASES}::test_p10_choices_of_one_call_are_siblings_and_each_is_trained"
-RECORDED = f"{CASES}::test_p10_what_the_engine_said_of_each_token_is_what_is_recorded"
-LAWS = "tests/merge/test_merge_checks.py"
+EXTENDS_TURN = f"{CONTRACT}::test_prompt_starts_with_extended_turn"
+NEVER_ENCODED = f"{CONTRACT}::test_sampled_text_never_encoded"
+BENIGN_ECHO = f"{CONTRACT}::test_benign_echo_changes_no_prompt"
+CHANGED_MESSAGE = f"{CONTRACT}::test_changed_message_attaches_above_itself"
+PARENT_CONDITIONED = f"{CASES}::test_parent_conditioned_on_request_prefix"
+OTHER_TOOLS = f"{CASES}::test_other_tools_make_another_root"
+TWINS = f"{CASES}::test_twins_told_apart_by_ids"
+TWINS_FLAGGED = f"{CASES}::test_twins_without_ids_flagged"
+CONTROL_TEXT = f"{CASES}::test_client_control_strings_are_text"
+ONE_RENDER = f"{CASES}::test_canonical_tokens_equal_one_render"
+MASKS_ADD_UP = f"{CASES}::test_masks_cover_sampled_tokens_once"
+SAMPLE_ENDS = f"{CASES}::test_any_sample_end_kept_and_closed"
+ANSWER_RESUMED = f"{CASES}::test_trailing_answer_resumes_exactly"
+REFERENCE_YIELDS = f"{CASES}::test_reference_yields_to_changed_message"
+REWRITTEN_ANSWER = f"{CASES}::test_rewritten_answer_loses_its_tokens"
+STOP_STRING = f"{CASES}::test_stop_string_cuts_shown_text_only"
+RESUMED_ONCE = f"{CASES}::test_only_unextended_cut_answer_resumes"
+CUT_CHOICES = f"{CASES}::test_choices_cut_together_all_trained"
+SIBLING_CHOICES = f"{CASES}::test_choices_are_trained_siblings"
+RECORDED = f"{CASES}::test_engine_logprobs_recorded_unchanged"
+INVARIANTS = "tests/merge/test_merge_checks.py"
 BUILDERS = "tests/merge/test_merge_builders.py"
 FORKS = "tests/merge/test_merge_forks.py"
 LINEAGE = "tests/merge/test_merge_lineage.py"
@@ -41,9 +41,7 @@ THOUGHTS = "tests/merge/test_merge_thoughts.py"
 BY_TOKENS = "tests/merge/test_merge_by_tokens.py"
 REPEATS = "tests/core/test_repeats.py"
 LINE = "tests/support/test_waiting_line.py"
-CUT = (
-    "tests/properties/test_disconnects.py::test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running"
-)
+CUT = "tests/properties/test_disconnects.py::test_cut_call_keeps_sampled_tokens"
 ORDER = "tests/rollouts/test_group_order.py"
 LOOPS = "tests/gateway/test_model_plane_repeats.py"
 
@@ -61,7 +59,7 @@ PATHS = rules(
         "the fingerprint ignores what the client wrote",
         '{message.role}|{message.text}")',
         '{message.role}|")',
-        (P4,),
+        (CHANGED_MESSAGE,),
     ),
     (
         "the fingerprint ignores who spoke",
@@ -69,24 +67,29 @@ PATHS = rules(
         '_digest(f"{key}|',
         (FINGERPRINT,),
     ),
-    ("the fingerprint ignores what came before", '_digest(f"{key}assistant|"', '_digest("assistant|"', (P4,)),
+    (
+        "the fingerprint ignores what came before",
+        '_digest(f"{key}assistant|"',
+        '_digest("assistant|"',
+        (CHANGED_MESSAGE,),
+    ),
     (
         "thinking is in the fingerprint",
         "parts = [message.text.strip(_BLANK_CHARS)]",
         "parts = [message.text.strip(_BLANK_CHARS), message.thinking]",
-        (f"{P3}[drops_thinking-openai_chat]",),
+        (f"{BENIGN_ECHO}[drops_thinking-openai_chat]",),
     ),
     (
         "blanks around our text count",
         "parts = [message.text.strip(_BLANK_CHARS)]",
         "parts = [message.text]",
-        (f"{P3}[trims_text-anthropic]",),
+        (f"{BENIGN_ECHO}[trims_text-anthropic]",),
     ),
     (
         "the spelling of arguments counts",
         "parts += (call.name, spell(call.arguments))",
         "parts += (call.name, call.arguments)",
-        (f"{P3}[sorts_arguments-openai_chat]",),
+        (f"{BENIGN_ECHO}[sorts_arguments-openai_chat]",),
     ),
     (
         "the calls of an answer do not count",
@@ -98,7 +101,7 @@ PATHS = rules(
         "tools are not in the root's key",
         '_digest(f"{tools}.{thinking}")',
         '_digest(f"{thinking}")',
-        (P5_TOOLS,),
+        (OTHER_TOOLS,),
     ),
     ("a key that stands twice is read", 'raise ValueError("a key stands twice")', "pass", (FINGERPRINT,)),
 )
@@ -129,13 +132,13 @@ ATTACHING = rules(
         "a reference overrides a changed message",
         "candidates = self.ledger.find_by_prompt(before)\n        proven",
         "candidates = list(self.ledger.turns)\n        proven",
-        (P10_REF,),
+        (REFERENCE_YIELDS,),
     ),
     (
         "a reference excuses other words",
         "any(text is not None and (not text.strip() or same_text(ours.text, text)) for text in texts)",
         "bool(recorded)",
-        (P10_TEXT,),
+        (REWRITTEN_ANSWER,),
     ),
     (
         "a stop string that comes back is another text",
@@ -159,13 +162,13 @@ ATTACHING = rules(
         "among twins the one least proven is taken",
         "most = max(scores.values())",
         "most = min(scores.values())",
-        (P6,),
+        (TWINS,),
     ),
     (
         "twins that tie are not told of",
         "if len(tied) > 1\n",
         "if len(tied) > 99\n",
-        (P6_FLAG,),
+        (TWINS_FLAGGED,),
     ),
     (
         "an attached message is passed over",
@@ -186,13 +189,13 @@ LEDGER = rules(
         "a history lacks its samples",
         "        prompt += turn.sampled\n",
         "        prompt += turn.sampled[:0]\n",
-        (P1,),
+        (EXTENDS_TURN,),
     ),
     (
         "a sibling takes the place of its twin",
         "self._after.setdefault(key, []).append(turn.index)",
         "self._after[key] = [turn.index]",
-        (P6,),
+        (TWINS,),
     ),
     (
         "an answer in two halves is known in two pieces only",
@@ -207,13 +210,13 @@ PLANS = rules(
         "what is new lacks its first message",
         "conversation.messages[found.matched :])\n",
         "conversation.messages[found.matched + 1 :])\n",
-        (P1,),
+        (EXTENDS_TURN,),
     ),
     (
         "what is new repeats the answer",
         "conversation.messages[found.matched :])\n",
         "conversation.messages[max(0, found.matched - 1) :])\n",
-        (P1, P2),
+        (EXTENDS_TURN, NEVER_ENCODED),
     ),
     (
         "a restored session forgets its numbers",
@@ -259,9 +262,14 @@ NAMES = rules(
         "a cut turn goes on twice",
         'return turn.state == "partial" and bool(turn.sampled) and room and untouched',
         'return turn.state == "partial" and bool(turn.sampled) and room',
-        (P10_TWICE,),
+        (RESUMED_ONCE,),
     ),
-    ("a whole turn is gone on with", 'return turn.state == "partial" and bool', "return bool", (P10_TWICE,)),
+    (
+        "a whole turn is gone on with",
+        'return turn.state == "partial" and bool',
+        "return bool",
+        (RESUMED_ONCE,),
+    ),
 )
 PROMPTS = (
     *rules(
@@ -276,13 +284,13 @@ PROMPTS = (
             "a history is rendered anew",
             "        if history is None:\n",
             "        if history is None or new:\n",
-            (P1, P2),
+            (EXTENDS_TURN, NEVER_ENCODED),
         ),
         (
             "a history loses its last token",
             "prompt=history + suffix.ids",
             "prompt=history[:-1] + suffix.ids",
-            (P1,),
+            (EXTENDS_TURN,),
         ),
         (
             "a sample is encoded again",
@@ -292,7 +300,7 @@ PROMPTS = (
                 " ids(self.tokenizer.encode_plain(b''.join(map(self.tokenizer.token_bytes,"
                 " history[-3:])).decode(errors='replace'))) + suffix.ids"
             ),
-            (P1, P2),
+            (EXTENDS_TURN, NEVER_ENCODED),
         ),
     ),
     *rules(
@@ -301,37 +309,37 @@ PROMPTS = (
             "a cut sample is not closed",
             "else self._close(sampled, conversation, opening)",
             "else ids()",
-            (P10,),
+            (SAMPLE_ENDS,),
         ),
         (
             "the close is not counted",
             "close_length=len(close), notes=notes",
             "close_length=0, notes=notes",
-            (P10,),
+            (SAMPLE_ENDS,),
         ),
         (
             "an answer that comes back last is closed",
             "if not new and not prefill and not (sampled and sampled[-1] in self.stop_ids):",
             "if sampled is None:",
-            (P10_ON,),
+            (ANSWER_RESUMED,),
         ),
         (
             "client text stays as the guard made it",
             "text, encode = rendered.guard.show(piece), self",
             "text, encode = piece, self",
-            (P7,),
+            (CONTROL_TEXT,),
         ),
         (
             "the guard is lifted before the split",
             "self._control.split(rendered.text)",
             "self._control.split(rendered.guard.show(rendered.text))",
-            (P7,),
+            (CONTROL_TEXT,),
         ),
         (
             "the turn end is written twice",
             "if sampled and sampled[-1] in self.family.turn_ends\n",
             "if False\n",
-            (P10, P8),
+            (SAMPLE_ENDS, ONE_RENDER),
         ),
     ),
     *rules(
@@ -340,7 +348,7 @@ PROMPTS = (
             "an open thought is not closed",
             'thought = self.family.think_close if mode == "thinking" else None',
             "thought = None",
-            (P10,),
+            (SAMPLE_ENDS,),
         ),
     ),
     *rules(
@@ -349,7 +357,7 @@ PROMPTS = (
             "client text reaches the template as it is",
             "[_guarded(shape, guard) for shape in messages]",
             "list(messages)",
-            (P7,),
+            (CONTROL_TEXT,),
         ),
     ),
     *rules(
@@ -358,7 +366,7 @@ PROMPTS = (
             "client text is encoded with control tokens",
             "= tokenizer.encode_batch_fast([text], add",
             "= self._chat.backend_tokenizer.encode_batch_fast([text], add",
-            (P7,),
+            (CONTROL_TEXT,),
         ),
     ),
     *rules(
@@ -378,13 +386,13 @@ RECORDS = (
             "the stop token is dropped",
             "return len(chunk.ids), self.parser.feed(chunk.ids)",
             'return len(chunk.ids) - (chunk.finish_reason == "stop"), self.parser.feed(chunk.ids)',
-            (P1,),
+            (EXTENDS_TURN,),
         ),
         (
             "tokens behind the end are kept",
             "                return place + 1, joined(deltas)",
             "                return len(chunk.ids), joined(deltas)",
-            (P10_STOP, EXCHANGE),
+            (STOP_STRING, EXCHANGE),
         ),
         (
             "versions are not cut with the tokens",
@@ -411,7 +419,7 @@ RECORDS = (
             "the close is not in the turn",
             "prompt_delta=sample.rendered.delta",
             "prompt_delta=sample.rendered.delta[sample.rendered.close_length :]",
-            (P10,),
+            (SAMPLE_ENDS,),
         ),
         (
             "an answer without a token can be extended",
@@ -426,7 +434,7 @@ RECORDS = (
             "a turn is recorded behind the last bytes",
             '        yield self._record(sample, "complete", at)\n        data +=',
             "        data +=",
-            (P1, EXCHANGE),
+            (EXTENDS_TURN, EXCHANGE),
         ),
         (
             "a cut call keeps no turn",
@@ -449,13 +457,13 @@ TRAINING = (
             "a shared turn is trained in every row",
             "if turn.index in selection.trained_indexes and turn.index not in taken\n",
             "if turn.index in selection.trained_indexes\n",
-            (LAWS, P9),
+            (INVARIANTS, MASKS_ADD_UP),
         ),
         (
             "the leaf alone is trained",
             "for turn in line if turn.index in selection.trained_indexes and",
             "for turn in line[-1:] if turn.index in selection.trained_indexes and",
-            (LAWS, P9),
+            (INVARIANTS, MASKS_ADD_UP),
         ),
     ),
     *rules(
@@ -464,7 +472,7 @@ TRAINING = (
             "only one leaf is a row",
             "return tuple(turn for turn in self.trained if turn.index not in inner)",
             "return tuple(turn for turn in self.trained if turn.index not in inner)[:1]",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "what a fork inherited is trained again",
@@ -482,7 +490,7 @@ TRAINING = (
             "failed turns are trained",
             'if turn.state == "failed" and not (',
             'if turn.state == "failed" and (',
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "side calls are trained",
@@ -494,49 +502,64 @@ TRAINING = (
             "another choice supersedes",
             "for turn in living if turn.reason != EXTRA_CHOICE for request",
             "for turn in living for request",
-            (P10_CUT_N,),
+            (CUT_CHOICES,),
         ),
     ),
     *rules(
         "merge.builders",
-        ("versions are not moved with their turn", "at = turn.prompt_length - start\n", "at = 0\n", (LAWS,)),
+        (
+            "versions are not moved with their turn",
+            "at = turn.prompt_length - start\n",
+            "at = 0\n",
+            (INVARIANTS,),
+        ),
         (
             "logprobs of a row are shifted by one",
             "chances[start:end] = memoryview(turn.logprobs)",
             "chances[start:end] = turn.logprobs[1:] + turn.logprobs[:1]",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "the last prompt token is trained",
             "mask[turn.prompt_length - cut.start : turn.end - cut.start]",
             "mask[turn.prompt_length - cut.start - 1 : turn.end - cut.start - 1]",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "a row's prompt is too long",
             "first = next((turn.prompt_length for turn in shown), cut.end)",
             "first = next((turn.end for turn in shown), cut.end)",
-            (LAWS,),
+            (INVARIANTS,),
         ),
     ),
 )
 CHECKING = (
     *rules(
         "merge.invariants",
-        ("turns are not checked", "    check_turns(turns)\n    by_index", "    by_index", (LAWS,)),
-        ("a token may be trained twice", "            if twice:\n", "            if twice < 0:\n", (LAWS,)),
-        ("a token may be left untrained", "    if trained != due:\n", "    if trained > due:\n", (LAWS,)),
+        ("turns are not checked", "    check_turns(turns)\n    by_index", "    by_index", (INVARIANTS,)),
+        (
+            "a token may be trained twice",
+            "            if twice:\n",
+            "            if twice < 0:\n",
+            (INVARIANTS,),
+        ),
+        (
+            "a token may be left untrained",
+            "    if trained != due:\n",
+            "    if trained > due:\n",
+            (INVARIANTS,),
+        ),
         (
             "a turn may be left out in silence",
             "    if twice or unknown or silent:\n",
             "    if twice or unknown:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "strangers may be left out",
             "    if twice or unknown or silent:\n",
             "    if twice or silent:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         ("the parts of a row are not checked", "    check_parts(built.traces, by_index)\n", "", (SLICES,)),
     ),
@@ -546,7 +569,7 @@ CHECKING = (
             "a sample's ids are not compared",
             '        _same(f"invariant 1: {name}, sample of turn {turn.index}", tokens, start, turn.sampled)\n',
             "",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "a prompt's ids are not compared",
@@ -556,50 +579,55 @@ CHECKING = (
                 "            turn.prompt_delta,\n        )\n"
             ),
             "        pass\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "spans are not compared",
             "if trace.offset < 0 or places != expected:",
             "if trace.offset < 0:",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "the mask may lie outside samples",
             "    if ones != sampled:\n",
             "    if ones < sampled:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "logprobs are not compared",
             "    if found != expected:\n        place",
             "    if len(found) != len(expected):\n        place",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "versions are not compared",
             "    if found != expected:\n        wrong",
             "    if len(found) > 99:\n        wrong",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "a trace may end late",
             "if not trace.turn_spans or end != len(trace.token_ids):",
             "if not trace.turn_spans:",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "spans may overlap",
             "if span.start < end or span.end <= span.start:",
             "if span.end <= span.start:",
-            (LAWS,),
+            (INVARIANTS,),
         ),
-        ("a prompt may be trained", "<= len(trace.token_ids) or early:", "<= len(trace.token_ids):", (LAWS,)),
+        (
+            "a prompt may be trained",
+            "<= len(trace.token_ids) or early:",
+            "<= len(trace.token_ids):",
+            (INVARIANTS,),
+        ),
         (
             "a trace may hold a failed turn",
             "    if not train_failed:\n",
             "    if train_failed is None:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
     ),
     *rules(
@@ -608,25 +636,25 @@ CHECKING = (
             "a prompt of another length passes",
             "    if turn.prompt_length != before + len(turn.prompt_delta):\n",
             "    if turn.prompt_length < len(turn.prompt_delta):\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "a logprob may be missing",
             "    if len(turn.logprobs) != sampled:\n",
             "    if len(turn.logprobs) > sampled:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "a logprob may be no number",
             "    if not isfinite(sum(turn.logprobs)):\n",
             "    if sum(turn.logprobs) > 0:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "versions may have gaps",
             "if span.start != end or span.end <= span.start:",
             "if span.end <= span.start:",
-            (LAWS,),
+            (INVARIANTS,),
         ),
         (
             "inherited turns may be trained",
@@ -650,7 +678,7 @@ CHECKING = (
             "two turns may have one number",
             "        if turn.index in by_index:\n",
             "        if turn.index < 0:\n",
-            (LAWS,),
+            (INVARIANTS,),
         ),
     ),
 )
@@ -866,13 +894,13 @@ WAITING = (
             "a group that has begun is like any other",
             "        self._begun.add(cohort)\n",
             "",
-            (f"{LINE}::test_a_group_that_has_begun_goes_before_an_older_one_that_has_not",),
+            (f"{LINE}::test_begun_group_precedes_older_unbegun",),
         ),
         (
             "who waits does not see that its group has begun",
             "        for priority in self._waiting.get(cohort, ()):\n",
             "        for priority in ():\n",
-            (f"{LINE}::test_the_members_of_a_group_enter_one_after_another",),
+            (f"{LINE}::test_group_members_enter_together",),
         ),
         ("the youngest group goes first", "cohort.age, cohort\n", "-cohort.age, cohort\n", (ORDER,)),
         (

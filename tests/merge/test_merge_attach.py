@@ -1,5 +1,5 @@
-"""Where a request attaches: P3 (benign echoes keep tokens), P4 (a changed client message attaches above it),
-P5 (soundness), P6 (twins).
+"""Where a request attaches: benign echoes keep tokens, a changed client message attaches above it, a path is
+sound, and twins are told apart.
 """
 
 from collections.abc import Callable

@@ -275,7 +275,8 @@ def recordings(draw: st.DrawFn) -> list[Json]:
 
 @settings(max_examples=300, deadline=None)
 @given(recordings())
-def test_the_laws_hold_on_whatever_comes_in_as_few_rows_as_can_be(calls: list[Json]) -> None:
+def test_invariants_hold_with_fewest_rows(calls: list[Json]) -> None:
+    """The laws hold on whatever comes in as few rows as can be."""
     _, counts = merged(*calls)
     assert counts.rows == fewest_rows(calls)
 
@@ -287,7 +288,8 @@ def blind() -> Sessions:
 
 @settings(max_examples=200, deadline=None)
 @given(recordings())
-def test_the_laws_do_not_rest_on_the_hash(calls: list[Json]) -> None:
+def test_invariants_independent_of_hash(calls: list[Json]) -> None:
+    """The laws do not rest on the hash."""
     sessions = blind()
     assert [sessions.take(json.dumps(each).encode(), line) for line, each in enumerate(calls)] == [
         None

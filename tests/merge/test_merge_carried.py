@@ -142,7 +142,8 @@ def test_two_byte_experts_are_twice_wide() -> None:
 
 
 @given(st.integers(1, 6), st.integers(0, 5), st.data())
-def test_fewer_alternatives_are_the_first_of_each_row(k: int, rows: int, data: st.DataObject) -> None:
+def test_fewer_alternatives_are_row_prefixes(k: int, rows: int, data: st.DataObject) -> None:
+    """Fewer alternatives are the first of each row."""
     whole = likely(7, rows, k)
     fewer, until = data.draw(st.integers(1, k)), data.draw(st.integers(0, 7))
     found = whole.narrowed(fewer).until(until)
@@ -153,7 +154,7 @@ def test_fewer_alternatives_are_the_first_of_each_row(k: int, rows: int, data: s
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.booleans()), min_size=1, max_size=8))
-def test_rows_that_follow_their_carrier_have_no_gap(steps: list[tuple[int, int, bool]]) -> None:
+def test_carried_rows_have_no_gap(steps: list[tuple[int, int, bool]]) -> None:
     """Whatever turns are cut, and whichever are seen by the row alone: a whole last turn makes the
     row whole.
     """

@@ -48,7 +48,8 @@ def test_unissued_reference_is_not_believed() -> None:
     k=st.integers(min_value=0, max_value=5000),
     prefix=st.sampled_from(["call_", "toolu_", "fc_", "chatcmpl-tool-"]),
 )
-def test_a_call_id_fits_every_provider_and_is_proven(index: int, k: int, prefix: str) -> None:
+def test_call_id_valid_everywhere_and_proven(index: int, k: int, prefix: str) -> None:
+    """A call id fits every provider and is proven."""
     call_id = OURS.call_id(index, k, prefix)
     assert len(call_id) <= 40
     assert re.fullmatch(r"[A-Za-z0-9_-]+", call_id)
@@ -78,12 +79,13 @@ def test_call_ids_are_unique_per_session() -> None:
     ],
 )
 @pytest.mark.parametrize("index", [0, 7, 0xABCDEF])
-def test_any_spelling_that_harnesses_return_is_proven(spell, index: int) -> None:  # type: ignore[no-untyped-def]
+def test_harness_spellings_are_still_proven(spell, index: int) -> None:  # type: ignore[no-untyped-def]
     assert OURS.find_turn(spell(OURS.call_id(index, 3))) == index
 
 
 @given(index=INDEXES)
-def test_signatures_look_like_base64_and_are_proven_as_they_are_or_decoded(index: int) -> None:
+def test_signatures_proven_raw_or_decoded(index: int) -> None:
+    """Signatures look like base64 and are proven as they are or decoded."""
     signature = OURS.signature(index)
     assert signature
     assert re.fullmatch(r"[A-Za-z0-9+/]+={0,2}", signature)

@@ -283,7 +283,7 @@ def test_side_calls_of_known_harnesses(role: str, told: str, asked: str) -> None
         ),
     ],
 )
-def test_an_agent_that_only_sounds_like_one(told: str, asked: str) -> None:
+def test_similar_prompt_is_no_side_call(told: str, asked: str) -> None:
     assert heads(MAIN).classify(evolve(MAIN, tools=NO_KEY), (system(told), user(asked))).role == "main"
 
 

@@ -354,7 +354,8 @@ def _stays(line_: Sequence[Turn], place: int, trained: set[int]) -> bool:
     st.sampled_from(["prefix_merging", "per_request"]),
 )
 @example(63, 10, 2, "prefix_merging")  # a turn that brought nothing stands between two samples that touch
-def test_the_laws_hold_in_as_few_parts_as_can_be(seed: int, count: int, limit: int, name: str) -> None:
+def test_invariants_hold_with_fewest_parts(seed: int, count: int, limit: int, name: str) -> None:
+    """The laws hold in as few parts as can be."""
     tree = grown(random.Random(seed), count)
     made, whole = built(tree, limit, name), built(tree, None, name)
     by_index = {turn.index: turn for turn in tree.turns}
@@ -382,9 +383,8 @@ def test_the_laws_hold_in_as_few_parts_as_can_be(seed: int, count: int, limit: i
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 12), st.integers(2, 30), st.data())
-def test_a_changed_token_mask_or_logprob_of_a_part_is_caught(
-    seed: int, count: int, limit: int, data: st.DataObject
-) -> None:
+def test_changed_part_is_caught(seed: int, count: int, limit: int, data: st.DataObject) -> None:
+    """A changed token mask or logprob of a part is caught."""
     tree = grown(random.Random(seed), count)
     made = built(tree, limit)
     if not made.traces:

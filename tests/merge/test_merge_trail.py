@@ -108,7 +108,8 @@ def test_other_keys_get_other_numbers(other: Message) -> None:
         max_size=5,
     )
 )
-def test_a_memo_s_numbers_are_those_of_the_messages(requests: list[list[tuple[int, bool]]]) -> None:
+def test_memo_numbers_match_messages(requests: list[list[tuple[int, bool]]]) -> None:
+    """A memo s numbers are those of the messages."""
     memo, kept = FingerprintCache(), [user(str(number)) for number in range(4)]
     for request in requests:
         messages = [kept[number] if same else user(str(number)) for number, same in request]

@@ -63,7 +63,8 @@ def test_every_sample_is_grouped_task() -> None:
 
 @settings(deadline=None)
 @given(st.text(max_size=200), st.integers(0, 99), st.integers(0, 9))
-def test_any_name_of_a_source_becomes_a_name_a_task_may_have(name: str, sample: int, attempt: int) -> None:
+def test_source_name_becomes_task_name(name: str, sample: int, attempt: int) -> None:
+    """Any name of a source becomes a name a task may have."""
     read_task(read_json(dump_json(task_json(slot(name, sample=sample).order(attempt)))))
 
 
@@ -259,7 +260,8 @@ def read_back(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 @settings(max_examples=30, deadline=None)
 @given(trajectories())
-def test_what_is_read_back_is_what_was_trained_on(trajectory: Trajectory) -> None:
+def test_read_back_equals_training_rows(trajectory: Trajectory) -> None:
+    """What is read back is what was trained on."""
     found = read_back(trajectory)
     assert len(found) == len(trajectory.traces)
     for row, trace in zip(found, trajectory.traces, strict=True):

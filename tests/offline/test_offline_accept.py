@@ -182,7 +182,8 @@ def test_judging_never_raises(text: str, trajectory: Trajectory) -> None:
 
 @settings(deadline=None)
 @given(TEXTS)
-def test_unknown_is_contagious_only_as_far_as_it_must(text: str) -> None:
+def test_unknown_spreads_only_as_needed(text: str) -> None:
+    """Unknown is contagious only as far as it must."""
     found = evaluate(read_expression(f"({text}) or True", tuple(COLUMNS)), {})
     assert not isinstance(found, UnknownValue)
     assert found is not None

@@ -116,9 +116,11 @@ async def play(
     at=MOMENTS,
     kind=ENGINES,
 )
-def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
+def test_cut_call_keeps_sampled_tokens(
     path: str, stream: bool, cut: Cut, at: float, kind: type[HandEngine]
 ) -> None:
+    """A cut call keeps what was sampled and leaves nothing running."""
+
     async def main() -> None:
         engine = kind()
         here = stage(engine)
@@ -143,9 +145,11 @@ def test_a_cut_call_keeps_what_was_sampled_and_leaves_nothing_running(
 
 @settings(max_examples=20, deadline=None)
 @given(path=st.sampled_from(PATHS), stream=st.booleans(), at=st.sampled_from((2.5, 3.5, 4.5)), kind=ENGINES)
-def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(
+def test_repeated_request_resumes_cut_sample(
     path: str, stream: bool, at: float, kind: type[HandEngine]
 ) -> None:
+    """The same request after a cut goes on where it was cut."""
+
     async def main() -> None:
         engine = kind()
         here = stage(engine)
@@ -177,9 +181,9 @@ def test_the_same_request_after_a_cut_goes_on_where_it_was_cut(
 
 @settings(max_examples=20, deadline=None)
 @given(path=st.sampled_from(PATHS), stream=st.booleans(), pieces=st.integers(0, 3))
-def test_an_engine_that_dies_leaves_a_failed_turn_and_no_clean_end(
-    path: str, stream: bool, pieces: int
-) -> None:
+def test_engine_death_leaves_failed_turn(path: str, stream: bool, pieces: int) -> None:
+    """An engine that dies leaves a failed turn and no clean end."""
+
     async def main() -> None:
         engine = HandEngine()
         here = stage(engine)
@@ -256,9 +260,9 @@ LEAVING = st.lists(st.tuples(st.sampled_from(("messages", "seconds")), st.intege
 
 @settings(max_examples=80, deadline=None)
 @given(path=st.sampled_from((*PATHS, "/v1/responses")), stream=st.booleans(), leaving=LEAVING)
-def test_however_often_a_client_leaves_no_token_is_sampled_twice(
-    path: str, stream: bool, leaving: list[tuple[str, int]]
-) -> None:
+def test_disconnects_sample_no_token_twice(path: str, stream: bool, leaving: list[tuple[str, int]]) -> None:
+    """However often a client leaves no token is sampled twice."""
+
     async def main() -> None:
         engine = slow_engine()
         here = stage(engine)
@@ -384,9 +388,9 @@ BYTES = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(path=st.sampled_from(PATHS), stream=st.booleans(), leaving=BYTES)
-def test_at_whatever_byte_a_client_leaves_its_next_answer_is_whole_and_the_laws_hold(
-    path: str, stream: bool, leaving: list[tuple[int, Any]]
-) -> None:
+def test_next_answer_whole_after_any_cut(path: str, stream: bool, leaving: list[tuple[int, Any]]) -> None:
+    """At whatever byte a client leaves its next answer is whole and the laws hold."""
+
     async def main() -> None:
         here = stage(
             ScriptedEngine(reply=going_on, vocab_size=model().tokenizer.vocab_size, context_length=CONTEXT)

@@ -165,9 +165,10 @@ CLIENTS = st.lists(
     closes=st.none() | st.integers(1, 20),
     same=st.booleans(),
 )
-def test_whatever_clients_do_at_once_the_session_keeps_every_law(
+def test_concurrent_clients_keep_invariants(
     clients: Any, updates: list[int], closes: int | None, same: bool
 ) -> None:
+    """Whatever clients do at once the session keeps every law."""
     engine = Engine()
 
     async def main() -> list[Turn]:

@@ -51,7 +51,8 @@ def files(harness: str) -> list[Path]:
 @pytest.mark.parametrize("harness", HARNESSES)
 @examples(25)
 @given(echoes=st.lists(st.sampled_from(KEPT), min_size=1, max_size=4, unique=True))
-def test_a_recorded_session_echoed_otherwise_is_the_same_session(harness: str, echoes: list[Echo]) -> None:
+def test_rewritten_echo_is_same_session(harness: str, echoes: list[Echo]) -> None:
+    """A recorded session echoed otherwise is the same session."""
     recordings = [{"method": "POST"} | json.loads(file.read_text()) for file in files(harness)]
     plain = played(recordings)
     body = json.loads(json.dumps(recordings[-1]["body"]))

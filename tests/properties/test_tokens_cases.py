@@ -1,6 +1,6 @@
-"""The contract where histories meet (P5, P6), where texts are hostile (P7), against one render of the whole
-(P8), over all leaves (P9), and where samples end badly or begin with what the template wrote (P10). Through
-the same real parts as `test_tokens_contract`.
+"""The token contract where histories meet, where texts are hostile, against one render of the whole
+conversation, over all leaves, and where samples end badly or begin with what the template wrote. The parts are
+the real ones, as in `test_tokens_contract`.
 """
 
 import json
@@ -40,7 +40,7 @@ def answered(desk: Desk, wire: Wire, history: Sequence[Entry], sample: Any, **ho
     return [*history, *wire.answered(asking.sent, False)]
 
 
-# ── P6 ────────────────────────────────────────────────────────────────────────
+# ── twins ───────────────────────────────────────────────────────────────────────
 
 
 @wires
@@ -48,7 +48,7 @@ def answered(desk: Desk, wire: Wire, history: Sequence[Entry], sample: Any, **ho
 @given(
     count=st.integers(2, 4), order=st.randoms(use_true_random=False), text=st.sampled_from(("I look.", ""))
 )
-def test_p6_twins_are_told_apart_by_their_ids(wire: Wire, count: int, order: Any, text: str) -> None:
+def test_twins_told_apart_by_ids(wire: Wire, count: int, order: Any, text: str) -> None:
     """The same words in other tokens: each history that carries its ids extends its own."""
     desk = Desk()
     spellings = [
@@ -73,7 +73,8 @@ def test_p6_twins_are_told_apart_by_their_ids(wire: Wire, count: int, order: Any
 @wires
 @examples(6)
 @given(count=st.integers(2, 4))
-def test_p6_twins_without_ids_are_flagged(wire: Wire, count: int) -> None:
+def test_twins_without_ids_flagged(wire: Wire, count: int) -> None:
+    """Twins without ids are flagged."""
     desk = Desk()
     for _ in range(count):
         history = answered(desk, wire, opening(wire), letter_by_letter("Done", model()) + sp(END))
@@ -85,7 +86,7 @@ def test_p6_twins_without_ids_are_flagged(wire: Wire, count: int) -> None:
     assert any(note.startswith("ambiguous") for note in plan.notes)
 
 
-# ── P7 ────────────────────────────────────────────────────────────────────────
+# ── control strings in client text ──────────────────────────────────────────────
 
 
 def dressed(wire: Wire, texts: Sequence[str], names: Sequence[Entry]) -> Ask:
@@ -129,13 +130,14 @@ def test_p7_client_text_yields_no_control_ids(wire: Wire, texts: tuple[str, ...]
 
 
 @wires
-def test_p7_every_control_string_is_text_wherever_a_client_writes_it(wire: Wire) -> None:
+def test_client_control_strings_are_text(wire: Wire) -> None:
+    """Every control string is text wherever a client writes it."""
     test_p7_client_text_yields_no_control_ids.hypothesis.inner_test(wire=wire, texts=(*HOSTILE[:5],))
     for text in HOSTILE:
         test_p7_client_text_yields_no_control_ids.hypothesis.inner_test(wire=wire, texts=(text,) * 5)
 
 
-# ── P8 ────────────────────────────────────────────────────────────────────────
+# ── one render ──────────────────────────────────────────────────────────────────
 
 WORD = st.text("abc <>|/{}\"'\n\u65e5\u00e9", min_size=1, max_size=20).filter(
     lambda text: text.strip() == text
@@ -181,7 +183,8 @@ CANONICAL = st.lists(st.tuples(WORD, st.none() | WORD, WORD), min_size=1, max_si
 
 @examples(40)
 @given(turns=CANONICAL)
-def test_p8_canonical_tokens_make_the_prompt_of_one_render(turns: Any) -> None:
+def test_canonical_tokens_equal_one_render(turns: Any) -> None:
+    """Canonical tokens make the prompt of one render."""
     one_render(model(), turns)
 
 
@@ -212,7 +215,7 @@ def test_p1_with_the_real_qwen3(qwen3: Any, data: st.DataObject) -> None:
     assert [turn.kind for turn in desk.turns[1:]] == ["extend"] * (len(desk.turns) - 1)
 
 
-# ── P9 ────────────────────────────────────────────────────────────────────────
+# ── masks over all leaves ───────────────────────────────────────────────────────
 
 
 @wires
@@ -222,7 +225,7 @@ def test_p1_with_the_real_qwen3(qwen3: Any, data: st.DataObject) -> None:
         st.tuples(st.integers(0, 5), samples(), st.sampled_from(("on", "off", ""))), min_size=1, max_size=8
     )
 )
-def test_p9_the_masks_add_up_to_every_sampled_token_once(wire: Wire, plot: Any) -> None:
+def test_masks_cover_sampled_tokens_once(wire: Wire, plot: Any) -> None:
     """A tree of histories: each turn goes on from any earlier one. However it is cut into rows, each token is
     trained once.
     """
@@ -256,7 +259,7 @@ def ancestors(desk: Desk, index: int | None) -> set[int]:
     return found
 
 
-# ── P10 ───────────────────────────────────────────────────────────────────────
+# ── how samples end and begin ───────────────────────────────────────────────────
 
 END_ID = (END,)
 # What was sampled, whether it is cut, and what must close it before anything new: marks of the family.
@@ -277,9 +280,8 @@ CUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @wires
 @pytest.mark.parametrize(("sample", "close"), CUTS.values(), ids=CUTS.keys())
-def test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule(
-    wire: Wire, sample: tuple[str, ...], close: tuple[str, ...]
-) -> None:
+def test_any_sample_end_kept_and_closed(wire: Wire, sample: tuple[str, ...], close: tuple[str, ...]) -> None:
+    """However a sample ends it is kept and closed by the rule."""
     desk = Desk()
     history = opening(wire)
     asking = desk.say(wire.ask(history), sp(*sample))
@@ -309,7 +311,7 @@ def test_p10_however_a_sample_ends_it_is_kept_and_closed_by_the_rule(
     [("One and",), (OPEN, "\nHm, so"), ("I look.", CALL, '\n{"name": "lo')],
     ids=["text", "thought", "call"],
 )
-def test_p10_an_answer_with_nothing_behind_it_goes_on_exactly(wire: Wire, sample: tuple[str, ...]) -> None:
+def test_trailing_answer_resumes_exactly(wire: Wire, sample: tuple[str, ...]) -> None:
     """The prefill: a cut answer that comes back last is gone on with, not closed and not encoded."""
     desk = Desk()
     asking = desk.say(wire.ask(opening(wire)), sp(*sample))
@@ -346,7 +348,8 @@ def test_p10_opened_thought_is_prompt(thinking: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_p10_a_stop_string_cuts_what_is_shown_and_not_what_was_sampled(stream: bool) -> None:
+def test_stop_string_cuts_shown_text_only(stream: bool) -> None:
+    """A stop string cuts what is shown and not what was sampled."""
     desk = Desk()
     asking = desk.begin(CHAT.ask(opening(CHAT), stream=stream, stop=["STOP"]))
     asking.give(sp("One STOP two"))
@@ -377,7 +380,7 @@ def test_p10_repaired_call_kept_by_id(wire: Wire, repaired: str) -> None:
 
 
 @wires
-def test_p10_a_reference_never_overrides_a_changed_client_message(wire: Wire) -> None:
+def test_reference_yields_to_changed_message(wire: Wire) -> None:
     """The ids prove the answer; the question it answered is another one now."""
     desk = Desk()
     history = answered(desk, wire, opening(wire), sp("I look.", CALL, LOOK, CALLED, END))
@@ -388,7 +391,7 @@ def test_p10_a_reference_never_overrides_a_changed_client_message(wire: Wire) ->
 
 
 @wires
-def test_p10_our_words_rewritten_are_no_longer_ours(wire: Wire) -> None:
+def test_rewritten_answer_loses_its_tokens(wire: Wire) -> None:
     """The id of the call is there, but the text beside it is another: what the model would be shown was never
     sampled.
     """
@@ -404,7 +407,7 @@ def test_p10_our_words_rewritten_are_no_longer_ours(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "STOP"])
-def test_p10_what_the_engine_said_of_each_token_is_what_is_recorded(stop: str | None) -> None:
+def test_engine_logprobs_recorded_unchanged(stop: str | None) -> None:
     """Ids, logprobs and weight versions, over chunks and new weights; cut behind the same token where a stop
     string cuts.
     """
@@ -428,7 +431,8 @@ def test_p10_what_the_engine_said_of_each_token_is_what_is_recorded(stop: str | 
     assert check(desk.turns, prefix_merging(desk.turns, {})).trainable == length
 
 
-def test_p10_choices_of_one_call_are_siblings_and_each_is_trained() -> None:
+def test_choices_are_trained_siblings() -> None:
+    """Choices of one call are siblings and each is trained."""
     desk = Desk()
     asking = desk.begin(CHAT.ask(opening(CHAT), n=3))
     for choice in range(3):
@@ -454,7 +458,7 @@ def test_p10_wordless_response_only_branches() -> None:
     assert check(desk.turns, prefix_merging(desk.turns, {})).traces == 2
 
 
-# ── P5, where a path must be sound ────────────────────────────────────────────
+# ── sound paths ─────────────────────────────────────────────────────────────────
 
 
 @wires
@@ -466,7 +470,7 @@ def test_p10_wordless_response_only_branches() -> None:
         max_size=8,
     )
 )
-def test_p5_a_parent_was_conditioned_on_exactly_what_the_request_says(wire: Wire, plot: Any) -> None:
+def test_parent_conditioned_on_request_prefix(wire: Wire, plot: Any) -> None:
     """Few words, so that paths meet often: the parent's prompt and sample are the render of the request's own
     messages, letter by letter.
     """
@@ -488,7 +492,7 @@ def test_p5_a_parent_was_conditioned_on_exactly_what_the_request_says(wire: Wire
 
 
 @wires
-def test_p5_the_same_words_under_other_tools_are_another_root(wire: Wire) -> None:
+def test_other_tools_make_another_root(wire: Wire) -> None:
     """Tools are rendered at the head of a prompt: what was sampled under others is no beginning of
     this one.
     """
@@ -501,7 +505,8 @@ def test_p5_the_same_words_under_other_tools_are_another_root(wire: Wire) -> Non
     assert desk.peek(wire.ask(history))[0].parent == 0
 
 
-def test_p10_only_a_cut_answer_that_nothing_went_on_from_is_gone_on_with() -> None:
+def test_only_unextended_cut_answer_resumes() -> None:
+    """Only a cut answer that nothing went on from is gone on with."""
     desk, ask = Desk(), CHAT.ask(opening(CHAT))
     cut = desk.begin(ask)
     cut.give(sp("Half "))
@@ -514,7 +519,7 @@ def test_p10_only_a_cut_answer_that_nothing_went_on_from_is_gone_on_with() -> No
     assert [desk.lineages.resume(index, total=2) for index in (0, 1)] == [None, None]
 
 
-def test_p10_choices_that_are_cut_together_are_all_trained() -> None:
+def test_choices_cut_together_all_trained() -> None:
     """Another choice of the same call asked nothing again: it supersedes none."""
     desk = Desk()
     asking = desk.begin(CHAT.ask(opening(CHAT), n=2))

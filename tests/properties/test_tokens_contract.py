@@ -1,9 +1,10 @@
-"""The contract of tokens (design, section 1.6), in the four wire formats, through the real readers, lineages,
-template, exchange and writers.
+"""The token contract in the four wire formats, through the real readers, lineages, template, exchange and
+writers.
 
-P1: a prompt starts with the prompt and the sample of the turn it extends, whatever was sampled. P2: sampled
-text never reaches the encoder. P3: what harnesses do to an answer on its way back changes no prompt. P4: what
-a client changed attaches above the change, and is shown.
+* A prompt starts with the prompt and the sample of the turn it extends, whatever was sampled.
+* Sampled text never reaches the encoder.
+* What harnesses do to an answer on its way back changes no prompt.
+* A message that a client changed attaches above the change, and the changed text is shown.
 """
 
 import json
@@ -77,7 +78,8 @@ def held(desk: Desk) -> None:
 @wires
 @examples(40)
 @given(turns=TURNS)
-def test_p1_a_prompt_starts_with_the_turn_it_extends(wire: Wire, turns: Any) -> None:
+def test_prompt_starts_with_extended_turn(wire: Wire, turns: Any) -> None:
+    """A prompt starts with the turn it extends."""
     desk = Desk()
     talk, before, shown, added = Talk(desk, wire), ids(), False, "Go."
     for sample, text, stream, pieces in turns:
@@ -98,7 +100,7 @@ def test_p1_a_prompt_starts_with_the_turn_it_extends(wire: Wire, turns: Any) -> 
 @wires
 @examples(25)
 @given(turns=TURNS)
-def test_p2_sampled_text_never_reaches_the_encoder(wire: Wire, turns: Any) -> None:
+def test_sampled_text_never_encoded(wire: Wire, turns: Any) -> None:
     """Every sample says a word nobody else says, in thought, text and call; the tokenizer is asked to encode
     it nowhere.
     """
@@ -143,9 +145,8 @@ def full_sample(said: Any) -> Any:
 @pytest.mark.parametrize("echo", ECHOES, ids=lambda echo: echo.__name__)
 @examples(5)
 @given(turns=st.lists(FULL, min_size=1, max_size=2), stream=st.booleans(), text=TEXTS)
-def test_p3_a_benign_echo_changes_no_prompt(
-    wire: Wire, echo: Echo, turns: Any, stream: bool, text: str
-) -> None:
+def test_benign_echo_changes_no_prompt(wire: Wire, echo: Echo, turns: Any, stream: bool, text: str) -> None:
+    """A benign echo changes no prompt."""
     desk = Desk()
     talk = Talk(desk, wire)
     for said in turns:
@@ -214,9 +215,10 @@ def put(value: Any, path: tuple[Any, ...], text: str) -> None:
 @wires
 @examples(30)
 @given(turns=st.lists(FULL, min_size=1, max_size=3), text=TEXTS, data=st.data())
-def test_p4_a_changed_client_message_attaches_above_itself_and_is_shown(
+def test_changed_message_attaches_above_itself(
     wire: Wire, turns: Any, text: str, data: st.DataObject
 ) -> None:
+    """A changed client message attaches above itself and is shown."""
     desk = Desk()
     talk = Talk(desk, wire)
     for said in turns:

@@ -8,7 +8,8 @@ from polarnode.providers.anthropic.write import to_api_id, to_node_id
 
 
 @given(st.text("0123456789abcdefXYZ_", max_size=34))
-def test_an_id_survives_the_way_out_and_back(rest: str) -> None:
+def test_id_survives_round_trip(rest: str) -> None:
+    """An id survives the way out and back."""
     minted = "call_" + rest
     assert to_api_id(minted) == "toolu_" + rest
     assert to_node_id(to_api_id(minted)) == minted

@@ -201,7 +201,8 @@ def test_server_tool_blocks_are_noted() -> None:
     ("given", "arguments"),
     [(None, "{}"), ("not json {", "not json {"), ([1], "[1]"), ({"a": 1.0}, '{"a":1.0}')],
 )
-def test_a_call_comes_back_with_whatever_its_harness_made_of_it(given: Any, arguments: str) -> None:
+def test_echoed_call_with_any_input(given: Any, arguments: str) -> None:
+    """A call comes back with whatever its harness made of its input."""
     (message,) = parsed_messages(
         {"role": "assistant", "content": [{"type": "tool_use", "name": "go", "input": given}]}
     )

@@ -201,7 +201,7 @@ def test_older_calls_are_not_answered() -> None:
 
 
 @pytest.mark.parametrize(("given", "meant"), [("lost", "lost"), (None, "f")])
-def test_a_result_nobody_called_for_is_still_shown(given: str | None, meant: str) -> None:
+def test_result_without_call_is_shown(given: str | None, meant: str) -> None:
     (tool,) = read(user(result("f", given, output="x")))
     assert (tool.role, tool.text, tool.call_id) == ("tool", "x", meant)
 
@@ -349,9 +349,10 @@ models = st.lists(texts | calls_, max_size=3).map(lambda said: {"role": "model",
 
 
 @given(st.lists(st.tuples(users, models), min_size=1, max_size=4))
-def test_a_history_that_is_appended_to_reads_as_one_that_is_appended_to(
+def test_appended_history_reads_as_appended(
     turns: list[tuple[Any, Any]],
 ) -> None:
+    """A history that is appended to reads as one that is appended to."""
     flat = [content for turn in turns for content in turn]
     before: tuple[Message, ...] = ()
     for end in range(2, len(flat) + 1, 2):
@@ -406,9 +407,10 @@ tool = st.sampled_from(
         max_size=4,
     )
 )
-def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
+def test_bodies_read_alike_with_cache(
     requests: list[tuple[list[Any], list[Any], bool]],
 ) -> None:
+    """A session s bodies are read as if each were its first."""
     known, said = PartsCache(), list[Any]()
     for added, tools, grows in requests:
         said = [*said, *added] if grows else [*added, *said[1:]]

@@ -233,7 +233,7 @@ def test_streamed_is_whole(answer: Answer, usage: Usage, size: int, pings: int, 
 
 
 @given(answers(), st.integers(1, 5), st.booleans())
-def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer, size: int, merged: bool) -> None:
+def test_echoed_answer_reads_as_returned(answer: Answer, size: int, merged: bool) -> None:
     """What lineage stands on: as one content, as Gemini CLI keeps it, or as a content a chunk, as the SDK's
     chats do.
     """

@@ -136,9 +136,10 @@ def read(body: Json, operation: Any, memory: SessionMemory) -> ModelRequest | No
 
 @settings(max_examples=500)
 @given(bodies | bodies | bodies | junk, operations, st.lists(words, max_size=3), st.data())
-def test_any_body_is_read_or_refused_and_what_is_read_is_answered(
+def test_any_body_answered_or_refused(
     body: Json, operation: Any, arguments: list[str], data: st.DataObject
 ) -> None:
+    """Any body is read or refused and what is read is answered."""
     memory = SessionMemory()
     request = read(body, operation, memory)
     if request is None:
@@ -207,7 +208,8 @@ def found_in(sent: list[Any], *, alone: bool) -> Any:
 
 @settings(max_examples=100, deadline=None)
 @given(histories)
-def test_an_item_that_is_read_alone_is_as_one_in_its_place(sent: list[Any]) -> None:
+def test_item_reads_alike_alone(sent: list[Any]) -> None:
+    """An item that is read alone is as one in its place."""
     assert found_in(sent, alone=True) == found_in(sent, alone=False)
 
 
@@ -219,9 +221,10 @@ def test_sealed_items_share_one_bound() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(histories, bodies, st.booleans()), min_size=2, max_size=4), operations)
-def test_a_session_s_bodies_are_read_as_if_each_were_its_first(
+def test_bodies_read_alike_with_cache(
     requests: list[tuple[list[Any], dict[str, Any], bool]], operation: Any
 ) -> None:
+    """A session s bodies are read as if each were its first."""
     known, sent = PartsCache(), list[Any]()
     for added, body, grows in requests:
         sent = [*sent, *added] if grows else [*added, *sent[1:]]

@@ -174,7 +174,7 @@ def test_responses_streamed_are_responses_whole(answer: Answer, usage: Usage, si
 
 
 @given(answers())
-def test_an_echoed_answer_reads_as_the_message_we_returned(answer: Answer) -> None:
+def test_echoed_answer_reads_as_returned(answer: Answer) -> None:
     """What lineage stands on: a faithful client changes nothing but the spelling of arguments."""
     echoes: dict[Dialect, Any] = {
         OPENAI_CHAT: json.loads(OPENAI_CHAT.whole(CALL, [answer], Usage()))["choices"][0]["message"],

@@ -42,7 +42,8 @@ messages = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(messages, min_size=1, max_size=6))
-def test_a_request_is_read_as_if_it_were_the_first(requests: list[list[Any]]) -> None:
+def test_request_reads_as_first(requests: list[list[Any]]) -> None:
+    """A request is read as if it were the first."""
     parts = PartsCache()
     for each in requests:
         value = body(*each)

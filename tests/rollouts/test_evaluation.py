@@ -75,7 +75,7 @@ async def test_evaluator_timeout_costs_only_reward(
         ("NAN", "the evaluator gave nan as its reward: return a finite number"),
         ("HUGE", "as its reward: return a finite number"),
         ("TRUE", "the evaluator gave True as its reward: return a finite number"),
-        ("NOTHING", "the evaluator returned NoneType: return a polarnode.records.Verdict"),
+        ("NOTHING", "the evaluator returned NoneType: return a polarnode.core.trajectory.Verdict"),
         ("OBJECTS", "the evaluator's metrics are not JSON: "),
     ],
 )

@@ -154,9 +154,10 @@ def test_every_session_ends_in_one_trajectory(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(GROUPS, min_size=1, max_size=4), st.lists(BLOWS, max_size=4), LIMITS, TIMES)
-def test_a_node_left_by_force_leaves_nothing_open(
+def test_forced_exit_leaves_nothing_open(
     groups: list[Group], blows: list[Blow], limits: dict[str, int], force_at: float
 ) -> None:
+    """A node left by force leaves nothing open."""
     logging.disable(logging.CRITICAL)
     place = play(groups, blows, limits, force_at=force_at + 0.001)  # once it is open
     logging.disable(logging.NOTSET)

@@ -246,9 +246,8 @@ OBJECT = st.dictionaries(st.sampled_from(["a", "b", "c", "harness"]), JSON, max_
 
 
 @given(OBJECT, OBJECT)
-def test_what_is_laid_over_stands_and_laying_it_twice_changes_nothing(
-    value: dict[str, Json], over: dict[str, Json]
-) -> None:
+def test_overlay_wins_and_is_idempotent(value: dict[str, Json], over: dict[str, Json]) -> None:
+    """What is laid over stands and laying it twice changes nothing."""
     once = merge_over(value, over)
     assert merge_over(once, over) == once
     assert merge_over(value, {}) == value
@@ -275,7 +274,8 @@ SPECS = st.fixed_dictionaries(
 
 
 @given(st.lists(SPECS, min_size=1, max_size=3))
-def test_what_convert_writes_is_a_source_of_the_same_tasks(values: list[Any]) -> None:
+def test_convert_writes_same_tasks(values: list[Any]) -> None:
+    """What convert writes is a source of the same tasks."""
     specs = [codec.read_task(value) for value in values]
     body = b"".join(codec.dump_json(codec.task_json(spec)) + b"\n" for spec in specs)
     assert [codec.read_task(codec.read_json(line)) for line in body.split(b"\n") if line] == specs

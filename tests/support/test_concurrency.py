@@ -128,9 +128,10 @@ async def test_changed_limit_wakes_or_waits(
     visits=st.lists(st.tuples(st.integers(-1, 100), st.floats(0.1, 3), st.floats(0.1, 5)), max_size=12),
     limits=st.lists(st.tuples(st.floats(0.1, 2), st.integers(0, 4)), max_size=6),
 )
-def test_whatever_the_limits_do_the_stage_ends_empty(
+def test_stage_ends_empty_for_any_limits(
     visits: list[tuple[int, float, float]], limits: list[tuple[float, int]]
 ) -> None:
+    """Whatever the limits do the stage ends empty."""
     semaphore, most = PrioritySemaphore(limit=2), [2]
 
     async def visit(priority: int, stay: float, patience: float) -> None:

@@ -89,7 +89,8 @@ TestLine = Line.TestCase
 
 
 @given(st.lists(st.integers(0, COHORTS - 1), min_size=1, max_size=40), st.data())
-def test_the_members_of_a_group_enter_one_after_another(coming: list[int], data: st.DataObject) -> None:
+def test_group_members_enter_together(coming: list[int], data: st.DataObject) -> None:
+    """The members of a group enter one after another."""
     line: WaitingLine[int] = WaitingLine()
     groups = [EntryCohort() for _ in range(COHORTS)]
     for place in data.draw(st.permutations(range(len(coming)))):
@@ -97,7 +98,8 @@ def test_the_members_of_a_group_enter_one_after_another(coming: list[int], data:
     assert [coming[line.pop()] for _ in coming] == sorted(coming)
 
 
-def test_a_group_that_has_begun_goes_before_an_older_one_that_has_not() -> None:
+def test_begun_group_precedes_older_unbegun() -> None:
+    """A group that has begun goes before an older one that has not."""
     line: WaitingLine[str] = WaitingLine()
     older, younger = EntryCohort(), EntryCohort()
     line.begin(younger)

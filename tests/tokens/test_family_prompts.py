@@ -108,7 +108,7 @@ def test_harmless_roots_are_what_transformers_writes(model: kit.Model, texts: li
     assert list(model.template.root(conversation)) == reference(model, conversation, tokenize=True)
 
 
-# ── P7: no control ids from a client ──────────────────────────────────────────
+# ── no control ids from a client ────────────────────────────────────────────────
 
 
 RECIPES = st.lists(
@@ -139,9 +139,10 @@ def disarmed(model: kit.Model, text: str) -> str:
 
 @FEW
 @given(recipes=RECIPES)
-def test_a_client_writes_no_control_id_in_a_root(
+def test_client_text_no_control_ids_in_root(
     model: kit.Model, recipes: list[list[tuple[int, int, int]]]
 ) -> None:
+    """A client writes no control id in a root."""
     texts = hostile(model, recipes)
     root = model.template.root(conversation_of(model, texts))
     twin = model.template.root(conversation_of(model, [disarmed(model, text) for text in texts]))
@@ -151,9 +152,10 @@ def test_a_client_writes_no_control_id_in_a_root(
 
 @FEW
 @given(recipes=RECIPES)
-def test_a_client_writes_no_control_id_in_a_suffix(
+def test_client_text_no_control_ids_in_suffix(
     model: kit.Model, recipes: list[list[tuple[int, int, int]]]
 ) -> None:
+    """A client writes no control id in a suffix."""
     texts = hostile(model, recipes)
 
     def suffix(said: list[str]) -> "array[int]":
@@ -179,7 +181,7 @@ def following(model: kit.Model, name: str, texts: Sequence[str]) -> tuple[Conver
     )
 
 
-# ── P8: turn by turn is what one render gives ─────────────────────────────────
+# ── turn by turn is what one render gives ───────────────────────────────────────
 
 SAID = "SAID9"
 
@@ -187,7 +189,7 @@ SAID = "SAID9"
 @pytest.mark.parametrize("kind", ["tool", "two", "user", "system"])
 @FEW
 @given(texts=st.lists(WORDS, min_size=3, max_size=3))
-def test_a_turn_and_what_follows_are_one_render(model: kit.Model, kind: str, texts: list[str]) -> None:
+def test_turn_and_suffix_are_one_render(model: kit.Model, kind: str, texts: list[str]) -> None:
     """The sample is what the template itself writes of the answer, so that prompt, sample and suffix must be
     the render of it all.
     """

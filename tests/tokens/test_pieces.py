@@ -47,9 +47,8 @@ def test_cut_off_letter_is_shown() -> None:
 
 
 @given(st.text(max_size=40), st.data())
-def test_whatever_way_a_text_is_cut_into_tokens_its_pieces_are_the_text(
-    text: str, data: st.DataObject
-) -> None:
+def test_token_pieces_join_to_text(text: str, data: st.DataObject) -> None:
+    """Whatever way a text is cut into tokens its pieces are the text."""
     whole = text.encode("utf-8", "surrogatepass") if text.isascii() else text.encode("utf-8", "ignore")
     cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=12)) | {0, len(whole)})
     vocabulary = [whole[start:end] for start, end in pairwise(cuts)]
@@ -57,7 +56,8 @@ def test_whatever_way_a_text_is_cut_into_tokens_its_pieces_are_the_text(
 
 
 @given(st.lists(st.binary(max_size=5), max_size=12))
-def test_bytes_that_are_no_text_are_replaced_and_every_token_is_covered(vocabulary: list[bytes]) -> None:
+def test_invalid_bytes_replaced_tokens_covered(vocabulary: list[bytes]) -> None:
+    """Bytes that are no text are replaced and every token is covered."""
     row = list(range(len(vocabulary)))
     found = pieces_of([row], vocabulary.__getitem__)
     covered = {at for each in found.clusters for at in range(each.start, each.end)}

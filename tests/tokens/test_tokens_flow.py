@@ -134,7 +134,8 @@ def test_chunks_do_not_matter(pieces: list[str], stop: tuple[str, ...], cuts: li
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=PIECES, stop=STOPS)
-def test_what_is_shown_is_the_text_before_the_stop(pieces: list[str], stop: tuple[str, ...]) -> None:
+def test_shown_text_ends_before_stop(pieces: list[str], stop: tuple[str, ...]) -> None:
+    """What is shown is the text before the stop."""
     text = "".join(pieces)
     flow = Flow(stop)
     shown(flow, *pieces)

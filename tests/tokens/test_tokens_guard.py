@@ -19,7 +19,8 @@ VALUES = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(value=VALUES)
-def test_what_is_hidden_holds_no_first_letter_and_comes_back(value: Json) -> None:
+def test_hidden_text_has_no_first_letter(value: Json) -> None:
+    """What is hidden holds no first letter and comes back."""
     guard = TextGuard.over("<[", [value])
     hidden = json.dumps(guard.hide(value), ensure_ascii=False)
     assert "<" not in hidden

@@ -422,7 +422,7 @@ def test_chunks_do_not_matter(
 
 @settings(max_examples=200, deadline=None)
 @given(pieces=PIECES, opens=st.booleans())
-def test_every_letter_sampled_is_shown_or_in_a_call(pieces: list[str], opens: bool) -> None:
+def test_every_letter_shown_or_in_call(pieces: list[str], opens: bool) -> None:
     """But for separators and the marks of thoughts and calls, an answer holds the very text that was sampled,
     in its order.
     """
@@ -447,7 +447,7 @@ def _bare(text: str) -> str:
 
 @settings(max_examples=60, deadline=None)
 @given(thinking=st.text("ab\n\u00e9\U0001f642", max_size=20), text=st.text("ab\n \u65e5", max_size=20))
-def test_thinking_and_text_are_what_qwens_own_snippet_shows(thinking: str, text: str) -> None:
+def test_thinking_matches_qwen_snippet(thinking: str, text: str) -> None:
     """Qwen's model card: split at the last </think>, decode both sides, strip newlines."""
     parts = read(kit.OPEN, thinking, kit.CLOSE, text, kit.END).parts
     expected = (THINK(thinking.strip("\n")), TEXT(text.strip("\n")))
@@ -563,9 +563,8 @@ TOLD = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(pieces=TOLD, size=st.integers(1, 7), stop=st.sampled_from(((), ("STOP",), ("\n",))))
-def test_telling_changes_nothing_else_and_chunks_do_not_matter(
-    pieces: list[str], size: int, stop: tuple[str, ...]
-) -> None:
+def test_reporting_and_chunks_change_nothing(pieces: list[str], size: int, stop: tuple[str, ...]) -> None:
+    """Telling changes nothing else and chunks do not matter."""
     tiny = kit.model()
     plain = tiny.parser(stop=stop)
     plain.feed(tiny.spelled(*pieces))

@@ -32,7 +32,8 @@ def test_repeated_text_is_encoded_once() -> None:
 
 
 @given(texts=st.lists(st.text(max_size=6), max_size=60), kept_bytes=st.integers(0, 3000))
-def test_ids_are_those_of_the_text_however_little_is_kept(texts: list[str], kept_bytes: int) -> None:
+def test_ids_match_text_with_small_cache(texts: list[str], kept_bytes: int) -> None:
+    """Ids are those of the text however little is kept."""
     pieces, counted = TokenizationCache(kept_bytes=kept_bytes), Counted()
     for text in texts:
         assert pieces.ids(text, counted.encode) == ids(map(ord, text))
@@ -75,7 +76,8 @@ _LONG = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(said=st.lists(_LONG, min_size=1, max_size=3), more=_LONG)
-def test_a_conversation_has_the_same_ids_from_a_template_that_has_seen_it(said: list[str], more: str) -> None:
+def test_seen_template_renders_same_ids(said: list[str], more: str) -> None:
+    """A conversation has the same ids from a template that has seen it."""
     model = kit.model()
     messages = (Message(role="system", text=said[0]), *(Message(role="user", text=text) for text in said))
     first = Conversation(messages=messages)

@@ -38,7 +38,8 @@ def told(request: pytest.FixtureRequest) -> dict[str, Any]:
         max_size=6,
     ).map("".join)
 )
-def test_every_text_comes_back_and_none_is_a_control_token(told: dict[str, Any], text: str) -> None:
+def test_plain_text_round_trips_without_control(told: dict[str, Any], text: str) -> None:
+    """Every text comes back and none is a control token."""
     vocabulary = told["model"]["vocab"]
     numbers = (
         vocabulary

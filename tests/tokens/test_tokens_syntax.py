@@ -112,9 +112,10 @@ OBJECTS = st.dictionaries(
     indent=st.none() | st.integers(0, 2),
     first=st.booleans(),
 )
-def test_whatever_json_writes_is_read_as_it_is(
+def test_any_json_call_is_read(
     name: str, arguments: dict[str, object], ascii_only: bool, indent: int | None, first: bool
 ) -> None:
+    """Whatever json writes is read as it is."""
     for key in ("arguments", "parameters"):
         value = {"name": name, key: arguments} if first else {key: arguments, "name": name}
         body = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -419,9 +420,8 @@ def test_name_without_tags_or_outer_blanks() -> None:
         ('{"name": "f", "parameters": {}, 1', 32),
     ],
 )
-def test_an_answer_is_given_up_as_a_call_at_the_first_letter_no_call_has(
-    text: str, given_up: int | None
-) -> None:
+def test_impossible_call_given_up_early(text: str, given_up: int | None) -> None:
+    """An answer is given up as a call at the first letter that no call has."""
     begun = json_calls.BareCallScanner()
     found = next((place for place, letter in enumerate(text) if not begun.goes_on(letter)), None)
     assert found == given_up

@@ -217,6 +217,7 @@ SCHEMAS = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text('ab0123.-eE"{}[]:, \ntrufalsn', max_size=12), schema=SCHEMAS, untyped=st.booleans())
-def test_any_text_with_any_schema_is_json_of_the_same_meaning(text: str, schema: Any, untyped: bool) -> None:
+def test_schema_text_becomes_same_json(text: str, schema: Any, untyped: bool) -> None:
+    """Any text with any schema is json of the same meaning."""
     found = json.loads(value(text, schema, untyped=untyped))
     assert found == text or found == json.loads({"None": "null"}.get(text.strip(), text))

@@ -80,7 +80,7 @@ def test_long_conversation_matches_transformers(model: kit.Model) -> None:
         assert model.template.root(conversation) == model.expected(conversation)
 
 
-# ── P7: no control ids from a client ──────────────────────────────────────────
+# ── no control ids from a client ────────────────────────────────────────────────
 
 
 def disarmed(text: str) -> str:
@@ -89,9 +89,7 @@ def disarmed(text: str) -> str:
 
 @MODERATE
 @given(conversation=kit.conversations(kit.hostile))
-def test_a_root_has_the_templates_control_ids_and_the_clients_text(
-    model: kit.Model, conversation: Conversation
-) -> None:
+def test_root_has_template_controls_and_text(model: kit.Model, conversation: Conversation) -> None:
     """The same conversation without a single bracket has the same control ids in the same order, and
     otherwise the same text.
     """
@@ -106,9 +104,11 @@ def test_a_root_has_the_templates_control_ids_and_the_clients_text(
     before=kit.messages(kit.hostile),
     thinking=st.none() | st.booleans(),
 )
-def test_a_suffix_has_the_templates_control_ids_and_the_clients_text(
+def test_suffix_has_template_controls_and_text(
     model: kit.Model, new: tuple[Message, ...], before: tuple[Message, ...], thinking: bool | None
 ) -> None:
+    """A suffix has the templates control ids and the clients text."""
+
     def suffix(*, change: bool) -> "array[int]":
         said = kit.map_messages((*before, *new), disarmed) if change else (*before, *new)
         conversation = Conversation(messages=said, thinking=thinking)
@@ -198,7 +198,7 @@ def test_template_refusals_reach_client(model: kit.Model) -> None:
             model.template.root(Conversation(messages=(Message(role="user", text=text),)))
 
 
-# ── P8: turn by turn is what one render gives ─────────────────────────────────
+# ── turn by turn is what one render gives ───────────────────────────────────────
 
 
 @frozen(kw_only=True)
@@ -246,9 +246,10 @@ def cycles(draw: st.DrawFn) -> Cycle:
     tools=kit.tools(WORDS),
     turns=st.lists(cycles(), min_size=1, max_size=3),
 )
-def test_tool_cycles_turn_by_turn_are_one_render(
+def test_tool_cycles_equal_one_render(
     model: kit.Model, head: list[Message], tools: tuple[Tool, ...], turns: list[Cycle]
 ) -> None:
+    """Tool cycles turn by turn are one render."""
     said = Conversation(messages=(*head, Message(role="user", text="go on")), tools=tools)
     written = model.template.root(said)
     for turn in turns:
@@ -266,7 +267,7 @@ def read_back(model: kit.Model, sampled: "array[int]") -> Message:
     return evolve(found, calls=tuple(evolve(call, id=f"c{place}") for place, call in enumerate(found.calls)))
 
 
-# ── P10: cut samples ──────────────────────────────────────────────────────────
+# ── cut samples ─────────────────────────────────────────────────────────────────
 
 USER = (Message(role="user", text="go on"),)
 NEXT = "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"

@@ -43,7 +43,8 @@ def test_control_string_is_encoded_as_text(loaded: kit.Model) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=60) | st.text(st.characters(max_codepoint=0x7F), max_size=60))
-def test_plain_ids_are_the_models_and_their_bytes_the_texts(text: str) -> None:
+def test_plain_ids_spell_the_text(text: str) -> None:
+    """Plain ids are the models and their bytes the texts."""
     tiny = kit.model()
     # Hypothesis reads the constants in our sources
     assume(not any(control in text for control in tiny.tokenizer.control))

@@ -586,7 +586,7 @@ def test_telling_changes_nothing_else(
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), name=st.sampled_from(sorted(set(TOY_MODELS) - {"harmony"})))
-def test_every_letter_sampled_is_shown_or_in_a_call(data: st.DataObject, name: str) -> None:
+def test_every_letter_shown_or_in_call(data: st.DataObject, name: str) -> None:
     """But for marks and blanks, an answer holds the very letters that were sampled, in their order; a call's
     are those of its own syntax.
     """

@@ -62,7 +62,8 @@ def read(trajectory: Trajectory, spec: TaskSpec | None = SPEC) -> polar.SessionR
 
 @given(published())
 @examples(60)
-def test_every_trained_token_is_there_once_with_its_logprob(trajectory: Trajectory) -> None:
+def test_trained_tokens_once_with_logprobs(trajectory: Trajectory) -> None:
+    """Every trained token is there once with its logprob."""
     result = read(trajectory)
     by_mask = []
     for trace, row in zip(result.trajectory.traces, trajectory.traces, strict=True):

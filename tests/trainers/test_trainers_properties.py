@@ -171,7 +171,8 @@ READERS: dict[str, Reader] = {
 @pytest.mark.parametrize("name", READERS)
 @examples(60)
 @given(session=published())
-def test_every_trained_token_is_told_again_in_its_place(name: str, session: Trajectory) -> None:
+def test_trained_tokens_keep_their_place(name: str, session: Trajectory) -> None:
+    """Every trained token is told again in its place."""
     assert list(READERS[name](session)) == [
         [(token, logprob) for token, logprob, _ in row] for row in trained(session)
     ]
@@ -179,7 +180,8 @@ def test_every_trained_token_is_told_again_in_its_place(name: str, session: Traj
 
 @examples(100)
 @given(tree=trees())
-def test_every_sampled_token_of_a_tree_is_told_once(tree: list[Trajectory]) -> None:
+def test_tree_tokens_exported_once(tree: list[Trajectory]) -> None:
+    """Every sampled token of a tree is told once."""
     own = [turn for session in tree for turn in session.turns if turn.index >= session.inherited]
     sampled = Counter(token for turn in own for token in turn.sampled)
     assert set(sampled.values()) == {1}
@@ -191,7 +193,8 @@ def test_every_sampled_token_of_a_tree_is_told_once(tree: list[Trajectory]) -> N
 
 @examples(60)
 @given(session=published())
-def test_a_trl_rollout_has_room_for_one_row(session: Trajectory) -> None:
+def test_trl_rollout_holds_one_row(session: Trajectory) -> None:
+    """A trl rollout has room for one row."""
     for place, row in enumerate(trained(session)):
         output = trl.rollout_output([evolve(session, traces=session.traces[place : place + 1])])
         [told] = map(masked, output["completion_ids"], output["env_mask"], output["logprobs"])
@@ -202,7 +205,8 @@ def test_a_trl_rollout_has_room_for_one_row(session: Trajectory) -> None:
 
 @examples(60)
 @given(session=published())
-def test_versions_are_said_as_finely_as_a_format_can(session: Trajectory) -> None:
+def test_versions_as_fine_as_format_allows(session: Trajectory) -> None:
+    """Versions are said as finely as a format can."""
     told = [[version for _, _, version in row] for row in trained(session)]
     for row, expected in zip(areal.tensors(session), told, strict=True):
         versions, mask = row["versions"][0], row["loss_mask"][0]
@@ -224,7 +228,8 @@ def test_versions_are_said_as_finely_as_a_format_can(session: Trajectory) -> Non
 
 @examples(60)
 @given(session=published())
-def test_temperatures_are_those_each_token_was_sampled_with(session: Trajectory) -> None:
+def test_temperatures_match_sampled_tokens(session: Trajectory) -> None:
+    """Temperatures are those each token was sampled with."""
     used = {turn.index: turn.used.temperature for turn in session.turns}
     for row, trace in zip(prime_rl.training_samples(session), session.traces, strict=True):
         expected = [1.0] * len(trace.token_ids)
@@ -261,7 +266,8 @@ def test_experts_stand_where_their_positions_are(session: Trajectory) -> None:
 
 @examples(60)
 @given(session=published())
-def test_a_teachers_logprobs_stand_where_their_tokens_are(session: Trajectory) -> None:
+def test_teacher_logprobs_align_with_tokens(session: Trajectory) -> None:
+    """A teachers logprobs stand where their tokens are."""
     known = taught(session)
     said = [list(trace.teacher_logprobs or ()) for trace in known.traces]
     masks = [[each == 1 for each in trace.loss_mask] for trace in known.traces]
