@@ -450,10 +450,10 @@ async def main() -> None:
     parts = asked.parts or ["cost", "paced"]
     if "cost" in parts:
         agents, turns = asked.agents[0] if asked.agents else 32, asked.turns or TURNS
-        if asked.compare_recordings is None:
+        if asked.against is None:
             await cost(asked.api, agents=agents, turns=turns, chunks=asked.chunks, profile=asked.profile)
         else:
-            other = asked.compare_recordings.resolve()
+            other = asked.against.resolve()
             await compare(
                 asked.api, agents=agents, turns=turns, chunks=asked.chunks, other=other, rounds=asked.rounds
             )

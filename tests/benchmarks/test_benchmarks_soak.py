@@ -73,7 +73,7 @@ def test_default_options_match_documented_load(script: Any) -> None:
 def test_small_soak_leaves_nothing_behind(
     script: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "SETTLE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(script, "SETTLE_S", 1.0)
     code = script.main(
         ["--sessions", "4", "--at-once", "2", "--turns", "2", "--think", "0.1", "--tokens", "16"]
     )

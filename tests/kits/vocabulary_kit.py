@@ -34,7 +34,7 @@ def write_folder(folder: Path, tokenizer: Tokenizer | dict[str, Any], template: 
     return folder
 
 
-def bpe() -> dict[str, Any]:
+def bpe_json() -> dict[str, Any]:
     """BPE with byte fallback, as Gemma's: its JSON, to be changed freely."""
     told: dict[str, Any] = json.loads(_trained_bpe())
     return told

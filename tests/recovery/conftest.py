@@ -1,4 +1,4 @@
-"""Real Podman and real processes; the engine is the simulated one, so that fifty starts fit."""
+"""Real Podman and real processes; the engine is the simulated one, so that its starts fit."""
 
 import pytest
 import trio

@@ -25,7 +25,7 @@ def made(told: dict[str, Any]) -> Tokenizer:
     )
 
 
-@pytest.fixture(scope="module", params=["bpe", "unigram"])
+@pytest.fixture(scope="module", params=["bpe_json", "unigram_json"])
 def told(request: pytest.FixtureRequest) -> dict[str, Any]:
     value: dict[str, Any] = getattr(kit, request.param)()
     return value
@@ -54,7 +54,7 @@ def test_plain_text_round_trips_without_control(told: dict[str, Any], text: str)
 
 def test_listed_added_text_is_one_token() -> None:
     """Text that is listed as added tokens is found as the model finds it."""
-    told = kit.bpe()
+    told = kit.bpe_json()
     table = told["model"]["vocab"]["<table>"]
     assert made(told).encode("a<table>b").ids.count(table) == 1
     assert (
@@ -66,7 +66,7 @@ def test_listed_added_text_is_one_token() -> None:
 
 
 def refusal(**changes: Any) -> str:
-    told = kit.bpe() | changes
+    told = kit.bpe_json() | changes
     with pytest.raises(ModelError) as caught:
         made(told)
     return str(caught.value)
@@ -122,14 +122,14 @@ def test_text_dropping_pre_tokenizer_is_refused() -> None:
 
 def test_unfaithful_model_types_are_refused() -> None:
     """A model that encodes at random, or is of another kind, is refused."""
-    assert "encodes at random" in refusal(model=kit.bpe()["model"] | {"dropout": 0.1})
+    assert "encodes at random" in refusal(model=kit.bpe_json()["model"] | {"dropout": 0.1})
     assert "is WordLevel, which can lose text" in refusal(
         model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     )
 
 
 def test_first_text_prefix_is_dropped() -> None:
-    told = kit.bpe() | {
+    told = kit.bpe_json() | {
         "pre_tokenizer": {
             "type": "Metaspace",
             "replacement": "\u2581",
@@ -143,9 +143,11 @@ def test_first_text_prefix_is_dropped() -> None:
 
 
 def test_normalising_tokenizers_are_recognised() -> None:
-    assert not composes_text(Tokenizer.from_str(json.dumps(kit.bpe())))
+    assert not composes_text(Tokenizer.from_str(json.dumps(kit.bpe_json())))
     assert composes_text(
         Tokenizer.from_str(
-            json.dumps(kit.bpe() | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}})
+            json.dumps(
+                kit.bpe_json() | {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}]}}
+            )
         )
     )

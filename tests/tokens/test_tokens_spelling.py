@@ -11,7 +11,7 @@ from polarnode.tokens.vocabulary import byte_letters, kind_of, spell, state
 
 
 def test_sentencepiece_has_spaces_and_bytes() -> None:
-    told = kit.bpe()
+    told = kit.bpe_json()
     backend = Tokenizer.from_str(json.dumps(told))
     assert kind_of(backend) == "SentencePiece"
     vocabulary: dict[str, int] = told["model"]["vocab"]
@@ -41,7 +41,7 @@ def test_missing_byte_token_is_refused(kind: str) -> None:
         spell(kind, {token: number for number, token in enumerate(named)})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["bpe_json", "unigram_json"])
 def test_bytes_unknown_without_byte_fallback(kind: str) -> None:
     told = getattr(kit, kind)()
     told["model"]["byte_fallback"] = False
@@ -62,7 +62,7 @@ def test_other_decoder_is_not_guessed() -> None:
 
 def test_strip_decoder_is_still_sentencepiece() -> None:
     """A decoder that strips the first space is still SentencePiece."""
-    told = kit.bpe()
+    told = kit.bpe_json()
     told["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     assert kind_of(Tokenizer.from_str(json.dumps(told))) == "SentencePiece"
 

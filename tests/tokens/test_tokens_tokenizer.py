@@ -216,7 +216,7 @@ def test_text_changing_tokenizer_is_refused(tmp_path: Path, normalizer: dict[str
 
 def test_byte_token_lookalike_is_refused(tmp_path: Path) -> None:
     """Found by trying: no part of it loses text, together they make an A of a client's `<0x41>`."""
-    told = vocabulary_kit.bpe()
+    told = vocabulary_kit.bpe_json()
     told["model"]["ignore_merges"] = True
     assert "does not give back the bytes of a text" in refusal(vocabulary_kit.write_folder(tmp_path, told))
 
@@ -224,12 +224,12 @@ def test_byte_token_lookalike_is_refused(tmp_path: Path) -> None:
 # ── SentencePiece's spelling ──────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("kind", ["bpe_json", "unigram_json"])
 def test_sentencepiece_tokenizer_is_loaded(tmp_path: Path, kind: str) -> None:
     told = getattr(vocabulary_kit, kind)()
     loaded = load_tokenizer(vocabulary_kit.write_folder(tmp_path, told))
     assert tuple(loaded.control) == vocabulary_kit.CONTROL, "runs of newlines and tags are text"
-    assert loaded.kind == f"SentencePiece {'BPE' if kind == 'bpe' else 'Unigram'}"
+    assert loaded.kind == f"SentencePiece {'BPE' if kind == 'bpe_json' else 'Unigram'}"
     text = " a  b\n\n\n<table>\u65e5 \U0001f642 <eos><0x41> "
     assert b"".join(map(loaded.token_bytes, loaded.encode_plain(text))).decode() == text
     prompt = loaded.render(
@@ -239,7 +239,7 @@ def test_sentencepiece_tokenizer_is_loaded(tmp_path: Path, kind: str) -> None:
 
 
 def test_sentencepiece_ids_match_model(tmp_path: Path) -> None:
-    told = vocabulary_kit.bpe()
+    told = vocabulary_kit.bpe_json()
     reference, loaded = (
         Tokenizer.from_str(json.dumps(told)),
         load_tokenizer(vocabulary_kit.write_folder(tmp_path, told)),

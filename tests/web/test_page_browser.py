@@ -500,6 +500,8 @@ def test_fleet_page_lists_all_nodes(tmp_path: Path, watched: Watched) -> None:
         for at in range(6):
             submit(url, f"fleet-{at}", seconds=600)
         expect(page.locator("tbody tr")).to_have_count(6)
+        # the column of nodes is shown when the second node has answered
+        expect(page.locator("tbody tr td:nth-child(2)", has_text="node-1").first).to_be_visible()
         nodes = set(page.locator("tbody tr td:nth-child(2)").all_inner_texts())
         assert nodes == {"node-0", "node-1"}
         page.screenshot(path=SHOTS / "fleet-sessions-light.png")
