@@ -24,7 +24,7 @@ __all__ = ["temporary"]  # a fixture, asked for by name
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
 PROMPT = list(range(100, 200))
-TOKENS = 3000  # seconds of sampling, within which an update must begin
+TOKENS = 1500  # seconds of sampling, within which an update must begin
 
 
 @pytest.fixture(scope="module")
