@@ -23,6 +23,7 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
+from functools import partial
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -46,10 +47,17 @@ from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import EventFilters
 from polarnode.rollouts import session, session_containers
+from polarnode.rollouts.admission import TaskAdmission, TaskSubmission
+from polarnode.rollouts.forks import NoParents
+from polarnode.rollouts.freezer import ContainerFreezer
+from polarnode.rollouts.lifecycle import LiveSessionFactory
 from polarnode.rollouts.recovery import recover
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
-from polarnode.rollouts.services import NodeIdentity, NodeServices, StageSlots
+from polarnode.rollouts.services import NoCachePlaces, NodeIdentity, StageSlots
+from polarnode.rollouts.session_containers import NodeContainers
+from polarnode.rollouts.snapshots import NodeSnapshots
 from polarnode.support.concurrency import PrioritySemaphore, open_background
+from polarnode.support.metrics import NodeCounters
 
 AT_ONCE: Final = 4  # the node's init_limit
 RUN_PLACES: Final = 4
@@ -282,7 +290,14 @@ async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ..
     """Run all of a task's sessions, and give their trajectories as the journal has them."""
     log, journal = scheduler.log, scheduler.services.journal
     assert isinstance(journal, Journal)
-    task_id, _ = await scheduler.submit(task)
+    submission = TaskSubmission(
+        log=log,
+        admission=scheduler.admission,
+        registry=scheduler.registry,
+        now=scheduler.now,
+        runs_tasks=True,
+    )
+    task_id, _ = await submission.submit(task)
     seen = log.news
     while log.open_places:
         await log.wait_news(seen, LOOK_S)
@@ -317,30 +332,41 @@ async def open_scheduler(
         post=PrioritySemaphore(limit=8),
     )
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        services = NodeServices(
-            identity=NodeIdentity(node="benchmark", model="none"),
+        tally = NodeCounters()
+        services = session.SessionServices(
             journal=journal,
-            runtimes=runtimes,
             stages=stages,
+            parents=NoParents(),
+            snapshots=NodeSnapshots(folder=folder, runtimes=runtimes, tally=tally),
+            drops_thinking=lambda _: False,
+            containers=NodeContainers(runtimes=runtimes, ensure_image=_image_is_there, folder=folder),
             serve_endpoint=_no_door,
             context_length=4096,
-            log_dir=folder,
-            ensure_image=_image_is_there,
-            drops_thinking=lambda _: False,
+            places=NoCachePlaces(),
+            freezer=ContainerFreezer(),
             judge=_no_judge,
         )
         async with trio.open_nursery() as nursery:
             scheduler = make_scheduler(
                 SqliteLog(journal),
-                services,
                 nursery,
+                admission=TaskAdmission(
+                    identity=NodeIdentity(node="benchmark", model="none"), context_length=4096
+                ),
+                services=services,
+                session_factory=LiveSessionFactory(
+                    journal=journal, tally=tally, drops_thinking=lambda _: False
+                ),
                 sessions_by_key=LiveSessions(),
                 now=time.time,
                 most_claimed=2 * stages.live.limit,
                 warm=warm,
             )
             await recover(journal, scheduler, NodeFacts(name="benchmark"), print)
-            async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+            async with (
+                open_background(scheduler.registry.results.run),
+                open_background(partial(scheduler.claims.run, scheduler)),
+            ):
                 yield scheduler
                 await scheduler.registry.stop(cancel=False)
 

@@ -43,11 +43,12 @@ from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Log
 from polarnode.journal.log.rules import with_log_status
 from polarnode.node.config import NodeConfig
-from polarnode.rollouts.admission import check_task, full_disk
+from polarnode.rollouts.admission import TaskSubmission, check_task, full_disk
 from polarnode.rollouts.captures import Captures
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import ForkNodes, check_fork, check_freezing, find_frozen, find_snapshot
 from polarnode.rollouts.judges import NodeJudges
+from polarnode.rollouts.membership import LogMembership
 from polarnode.rollouts.scheduler import Scheduler
 from polarnode.support.metrics import LoopLag
 from polarnode.tokens.template import LoadedModel
@@ -68,6 +69,8 @@ class Node:
     runtimes: NodeRuntimes | AbsentRuntimes
     images: Images
     model: LoadedModel
+    membership: LogMembership
+    submission: TaskSubmission
     scheduler: Scheduler
     judges: NodeJudges
     lag: LoopLag
@@ -99,7 +102,7 @@ class Node:
         self.callbacks.check(spec)
 
     async def _submit_new(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted:
-        if self.scheduler.draining and not self.log.shared:  # other nodes claim the places of a shared log
+        if self.membership.draining and not self.log.shared:  # other nodes claim the places of a shared log
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAIN_RETRY_S)
         check_task(
             with_log_status(self.journal.statistics(), self.log.log_status, now=self.journal.now()),
@@ -108,10 +111,10 @@ class Node:
             limit=self.config.pending_limit,
         )
         if spec.snapshot_at.freeze:
-            check_freezing(self.scheduler.services, "$.snapshot_at.freeze")
+            check_freezing(self.runtimes, "$.snapshot_at.freeze")
         if spec.fork is not None:
             await self._check_fork(spec, spec.fork)
-        task_id, session_ids = await self.scheduler.submit(
+        task_id, session_ids = await self.submission.submit(
             spec, idempotency_key=idempotency_key, callback_kinds=self.journal.callback_kinds_for(spec)
         )
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
@@ -121,13 +124,13 @@ class Node:
         """Raise Refused for forks that could not begin. A fork at another node is checked when it begins
         there.
         """
-        services = self.scheduler.services
+        snapshots = self.scheduler.services.snapshots
         parents = ForkNodes(
             log=self.log,
             journal=self.journal,
             node=self.node_id,
-            snapshots=services.log_dir,
-            copies=services.copies,
+            snapshots=snapshots.folder,
+            copies=snapshots.copies,
             patient=False,
         )
         elsewhere, parent = await parents.elsewhere(fork), await parents.parent(fork)
@@ -137,10 +140,10 @@ class Node:
         if elsewhere is not None:
             return
         if fork.by == "freeze":
-            await find_frozen(services, spec, fork, parent)
+            await find_frozen(snapshots, spec, fork, parent)
         elif fork.by == "resume":
             harness = harnesses.find(spec.harness, allowed_imports=self.config.import_paths)
-            await find_snapshot(services, spec, fork, harness)
+            await find_snapshot(snapshots, spec, fork, harness)
 
     async def _find_existing(self, spec: TaskSpec, idempotency_key: str | None) -> Submitted | None:
         record = await self.log.task_of_key(idempotency_key) if idempotency_key else None
@@ -165,11 +168,6 @@ class Node:
         again.
         """
         return await self.scheduler.cancel(task_id)
-
-    async def drain(self, draining: bool) -> None:
-        """Begin or end a drain, in which the node takes no new tasks. The other nodes of the log are told."""
-        self.scheduler.draining = draining
-        await self.log.give_sign(self.scheduler.incarnation, {"draining": draining})
 
     @property
     def node_id(self) -> str:
@@ -221,7 +219,7 @@ class Node:
                 "open": [plain(status) for status in self.captures.list()],
             },
             "engine": plain(self.engines.statistics()),
-            "teachers": self.scheduler.services.scoring.status(),
+            "teachers": self.scheduler.admission.scoring.status(),
             "weights": plain(self.weights.status()),
             "adapters": plain(self.adapters.status()),
             "callbacks": plain(self.callbacks.statistics()),
@@ -236,7 +234,7 @@ class Node:
         """The node's numbers, for GET /metrics."""
         scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
         return Figures(
-            tally=self.scheduler.services.tally.copied(),
+            tally=self.scheduler.registry.tally.copied(),
             engine=self.engines.statistics(),
             stages=scheduler.stages,
             runtimes=self.runtimes.statistics(),
@@ -331,9 +329,11 @@ async def open_captures(
         here = f"{'http' if certificate is None else 'https'}://{host}:{address.port}"
         yield Captures(
             nursery=nursery,
-            services=scheduler.services,
+            admission=scheduler.admission,
             registry=scheduler.registry,
+            session_factory=scheduler.session_factory,
             sessions_by_key=sessions_by_key,
+            places=scheduler.services.places,
             journal=journal,
             log=scheduler.log,
             base_url=(config.capture_url or here).rstrip("/"),

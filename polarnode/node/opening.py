@@ -65,19 +65,25 @@ from polarnode.node.settings import (
     runtimes_settings,
     teacher_settings,
 )
+from polarnode.rollouts.admission import TaskAdmission, TaskSubmission
 from polarnode.rollouts.evaluations import Evaluations
 from polarnode.rollouts.forks import ForkNodes
+from polarnode.rollouts.freezer import ContainerFreezer
 from polarnode.rollouts.judges import NodeJudges, open_judges
+from polarnode.rollouts.lifecycle import LiveSessionFactory
 from polarnode.rollouts.machine_watch import MachineWatch, read_machine
 from polarnode.rollouts.recovery import recover
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
-from polarnode.rollouts.services import NoCopies, NodeIdentity, NodeServices, StageSlots
+from polarnode.rollouts.services import NodeIdentity, StageSlots
+from polarnode.rollouts.session import SessionServices
+from polarnode.rollouts.session_containers import NodeContainers
 from polarnode.rollouts.session_records import SharedSessionRecords
 from polarnode.rollouts.snapshot_store import open_snapshot_store
+from polarnode.rollouts.snapshots import NoCopies, NodeSnapshots
 from polarnode.rollouts.stage_limits import StageBounds
 from polarnode.support.bounded import make_private_folder
 from polarnode.support.concurrency import PrioritySemaphore, open_background
-from polarnode.support.metrics import lift_descriptor_limit, open_loop_lag
+from polarnode.support.metrics import NodeCounters, lift_descriptor_limit, open_loop_lag
 from polarnode.tokens.template import LoadedModel, load_model
 
 # ── model ────────────────────────────────────────────────────────────
@@ -254,7 +260,8 @@ async def open_node(
                 with suppress(EngineError):  # generation is held at a host that does not answer yet
                     await retry_until_answered(weights.follow_hold, meanwhile="the node waits to start")
                 await recover(journal, scheduler, _node_facts(config, url, model.name), report)
-                weights.incarnation = scheduler.incarnation
+                membership = scheduler.claims.membership
+                weights.incarnation = membership.incarnation
                 following = Following(
                     weights=weights,
                     adapters=adapters,
@@ -264,7 +271,14 @@ async def open_node(
                         token=config.token,
                         reserve=config.disk_reserve_mb << 20,
                     ),
-                    incarnation=lambda: scheduler.incarnation,
+                    incarnation=lambda: membership.incarnation,
+                )
+                submission = TaskSubmission(
+                    log=log,
+                    admission=scheduler.admission,
+                    registry=scheduler.registry,
+                    now=time.time,
+                    runs_tasks=config.runs_tasks,
                 )
                 # The first collection blocks the event loop for 0.1 s, so the loop's lag is measured after
                 # it.
@@ -286,6 +300,8 @@ async def open_node(
                             runtimes=runtimes,
                             images=images,
                             model=model,
+                            membership=membership,
+                            submission=submission,
                             scheduler=scheduler,
                             judges=judges,
                             lag=lag,
@@ -463,54 +479,68 @@ async def _open_sessions(
     copies = store or NoCopies()
     parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=folder, copies=copies)
     records = SharedSessionRecords(journal, log) if log.shared else None
-    services = NodeServices(
+    tally, drops_thinking = NodeCounters(), model.template.drops_thinking_before
+    admission = TaskAdmission(
         identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
-        journal=records or journal,
-        runtimes=runtimes,
-        stages=_make_stages(config),
-        serve_endpoint=serve_endpoint,
         context_length=engines.context_length,
-        log_dir=folder,
-        ensure_image=images.ensure,
-        drops_thinking=model.template.drops_thinking_before,
-        judge=judges,
-        judges=judges.names,
         allowed_imports=config.import_paths,
-        carried_limit=config.carried_mb << 20,
+        judges=judges.names,
         unrouted=None if engines.routes else no_experts_reason(config, model),
         volumes=config.volumes,
-        egress=NodeEgress(names=config.egress, networks=config.egress_networks),
-        order=weights.order,
-        serving=weights.serving,
-        scoring=scoring,
+        egress=config.egress,
         adapters=engines.adapters,
-        places=engines,
-        copies=copies,
-        fork_parent=parents.parent,
-        earlier_attempts=parents.earlier_attempts,
-        insist_here=parents.insist_here,
+        scoring=scoring,
     )
+    session_factory = LiveSessionFactory(
+        journal=records or journal,
+        tally=tally,
+        drops_thinking=drops_thinking,
+        carried_limit=config.carried_mb << 20,
+    )
+    services = SessionServices(
+        journal=records or journal,
+        stages=_make_stages(config),
+        parents=parents,
+        snapshots=NodeSnapshots(folder=folder, runtimes=runtimes, copies=copies, tally=tally),
+        drops_thinking=drops_thinking,
+        containers=NodeContainers(
+            runtimes=runtimes,
+            ensure_image=images.ensure,
+            folder=folder,
+            egress=NodeEgress(names=config.egress, networks=config.egress_networks),
+        ),
+        serve_endpoint=serve_endpoint,
+        context_length=engines.context_length,
+        places=engines,
+        freezer=ContainerFreezer(),
+        judge=judges,
+    )
+    watch = _machine_watch(config, services.stages, runtimes, services.freezer, engines)
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(open_background(services.freezer.run))
-        await stack.enter_async_context(open_background(_machine_watch(config, services, engines).run))
+        await stack.enter_async_context(open_background(watch.run))
         for shared in (records, store):
             if shared is not None:
                 await stack.enter_async_context(open_background(shared.run))
         nursery = await stack.enter_async_context(trio.open_nursery())
         scheduler = make_scheduler(
             log,
-            services,
             nursery,
+            admission=admission,
+            services=services,
+            session_factory=session_factory,
             sessions_by_key=plane.sessions,
             now=time.time,
             most_claimed=CLAIMS_PER_SLOT * services.stages.live.limit if config.runs_tasks else 0,
             warm=config.warm,
-            held=ResultStore(journal, time.time) if log.shared else None,
+            served_versions=weights.order,
+            serving=weights.serving,
             engines_ready=lambda: any(host.state == "ready" for host in engines.statistics().hosts),
+            held=ResultStore(journal, time.time) if log.shared else None,
         )
         async with (
             open_background(scheduler.registry.results.run),
-            open_background(scheduler.run),
+            open_background(partial(scheduler.claims.run, scheduler)),
         ):
             yield scheduler
 
@@ -519,11 +549,16 @@ async def _open_sessions(
 async def _open_evaluations(
     config: NodeConfig, journal: Journal, scheduler: Scheduler
 ) -> AsyncIterator[Evaluations]:
+    membership, services = scheduler.claims.membership, scheduler.services
     evaluations = Evaluations(
-        services=scheduler.services,
+        admission=scheduler.admission,
+        stages=services.stages,
+        containers=services.containers,
+        judge=services.judge,
+        copies=services.snapshots.copies,
         journal=journal,
         log=scheduler.log,
-        incarnation=lambda: scheduler.incarnation,
+        incarnation=lambda: membership.incarnation,
         workers=config.post_limit,
     )
     async with open_background(evaluations.run):
@@ -552,9 +587,15 @@ def _served_model(engines: Engines, model: LoadedModel) -> Model:
     )
 
 
-def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines) -> MachineWatch:
+def _machine_watch(
+    config: NodeConfig,
+    stages: StageSlots,
+    runtimes: NodeRuntimes | AbsentRuntimes,
+    freezer: ContainerFreezer,
+    engines: Engines,
+) -> MachineWatch:
     return MachineWatch(
-        stages=services.stages,
+        stages=stages,
         bounds=StageBounds(
             init=config.init_limit,
             run=config.run_limit,
@@ -564,9 +605,9 @@ def _machine_watch(config: NodeConfig, services: NodeServices, engines: Engines)
         ),
         ready_limit=config.ready_limit,
         engines=engines.statistics,
-        read=partial(read_machine, (services.runtimes.settings.state_dir, Path(config.state_dir))),
-        pause_prewarm=services.runtimes.hold,
-        memory_short=services.freezer.memory_short,
+        read=partial(read_machine, (runtimes.settings.state_dir, Path(config.state_dir))),
+        pause_prewarm=runtimes.hold,
+        memory_short=freezer.memory_short,
     )
 
 

@@ -88,11 +88,11 @@ async def _renew_certificate(node: Node, certificate: Certificate | None, ready:
     meanwhile.
     """
     ready.set()
-    told, log = node.scheduler.facts.certificate, node.scheduler.log
+    told, log = node.membership.facts.certificate, node.log
     while certificate is not None and log.shared:
         if certificate.digest != told:
             with suppress(LogUnavailable):  # it is told again at the next look
-                await node.scheduler.renew_certificate(certificate.digest)
+                await node.membership.renew_certificate(certificate.digest)
                 told = certificate.digest
         await trio.sleep(CERTIFICATE_INTERVAL_S)
 
@@ -103,13 +103,13 @@ def _own_routes(node: Node, others: OtherNodes, history: History) -> Iterator[Ro
     yield from (
         *ControlRoutes(service=node, sessions_dir=sessions_dir(config)).rows(),
         *LiveSessionRoutes(node, others).rows(),
-        *DrainRoutes(others, node.drain).rows(),
+        *DrainRoutes(others, node.membership.drain).rows(),
         *WeightsRoutes(weights=node.weights, control=node.engine_control).rows(),
         *AdapterRoutes(store=node.adapters).rows(),
         *CaptureRoutes(captures=node.captures).rows(),
         *ForkRoutes(service=node).rows(),
         *EvaluationRoutes(evaluations=node.evaluations).rows(),
-        *ScoreRoutes(scoring=node.scheduler.services.scoring).rows(),
+        *ScoreRoutes(scoring=node.scheduler.admission.scoring).rows(),
         *LogRoutes(
             service=node,
             state=Path(config.state_dir),

@@ -22,16 +22,12 @@ from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.harnesses.shell import endpoint_environment
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Claim, Log
-from polarnode.merge.builders import build
 from polarnode.merge.trajectory import Identity, Result
-from polarnode.rollouts.admission import check_capture
+from polarnode.rollouts.admission import TaskAdmission, check_capture
 from polarnode.rollouts.evaluation import spent_reason
-from polarnode.rollouts.lifecycle import (
-    CancelCause,
-    SessionRegistry,
-)
+from polarnode.rollouts.lifecycle import CancelCause, LiveSessionFactory, SessionRegistry
 from polarnode.rollouts.run_clock import RunClock
-from polarnode.rollouts.services import NodeServices
+from polarnode.rollouts.services import CachePlaces
 from polarnode.support.ids import new_id
 
 # ── one capture ───────────────────────────────────────────────────────────────
@@ -118,11 +114,9 @@ class Capture:
         self.over.set()
 
 
-def _opened(capture: Capture, services: NodeServices, base_url: str, *, created: bool) -> OpenedCapture:
+def _opened(capture: Capture, context_length: int, base_url: str, *, created: bool) -> OpenedCapture:
     base, key, identity = base_url, capture.live.key, capture.identity
-    endpoint = Endpoint(
-        base_url=base, key=key, context_length=services.context_length, model=services.identity.model
-    )
+    endpoint = Endpoint(base_url=base, key=key, context_length=context_length, model=identity.model)
     # A capture has no instruction, because the caller gives it to its harness directly.
     order = HarnessOrder(
         instruction="", endpoint=endpoint, workdir="", home="", model_name=None, settings={}, env={}
@@ -214,9 +208,11 @@ class Captures:
     """
 
     nursery: trio.Nursery
-    services: NodeServices
+    admission: TaskAdmission
     registry: SessionRegistry
+    session_factory: LiveSessionFactory
     sessions_by_key: LiveSessions
+    places: CachePlaces
     journal: Journal
     log: Log
     base_url: str
@@ -231,28 +227,18 @@ class Captures:
         """Open a capture, or repeat the answer to an identical earlier request. Raises Refused, Conflict,
         Busy or DiskFull.
         """
-        self._check(spec)
+        if self.limit == 0:
+            raise Refused("this node takes no captures: its setting capture_limit is 0")
+        self.admission.check_capture_spec(spec)
+        context_length = self.admission.context_length
         async with self._beginning:
             claim = await self._place(spec)
             existing = self.registry.get(Capture, claim.session_id)
             if existing is not None:
-                return _opened(existing, self.services, self.base_url, created=False)
+                return _opened(existing, context_length, self.base_url, created=False)
             capture = self._started(claim, spec)
             await self._written("the capture is open: its task_id gives it again")
-            return _opened(capture, self.services, self.base_url, created=True)
-
-    def _check(self, spec: CaptureSpec) -> None:
-        if self.limit == 0:
-            raise Refused("this node takes no captures: its setting capture_limit is 0")
-        if spec.carry.routed_experts and self.services.unrouted is not None:
-            raise Refused(
-                f"carry.routed_experts is not available here: {self.services.unrouted}",
-                path="$.carry.routed_experts",
-            )
-        self.services.check_labels(spec.requires)
-        self.services.check_adapter(spec.adapter)
-        self.services.check_teacher(spec.carry)
-        build(spec.builder, (), allowed_imports=self.services.allowed_imports)
+            return _opened(capture, context_length, self.base_url, created=True)
 
     async def _place(self, spec: CaptureSpec) -> Claim:
         """Claim the place of the capture's sample, in a task that exists or in one that is made for it. An
@@ -295,44 +281,31 @@ class Captures:
         another node has it.
         """
         results, place = self.registry.results, (task_id, sample_index)
-        claim = await self.log.take_place(task_id, sample_index, results.incarnation)
+        incarnation = results.membership.incarnation
+        claim = await self.log.take_place(task_id, sample_index, incarnation)
         if claim is not None or place in results.unwritten:
             return claim
-        held = await self.log.claims(results.incarnation)
+        held = await self.log.claims(results.membership.incarnation)
         return next((each for each in held if (each.task_id, each.sample_index) == place), None)
 
     def _check_capacity(self) -> None:
-        if self.registry.stopping:
-            raise Refused("this node is stopping and takes no new captures: use another node, or retry later")
+        self.registry.require_not_stopping("captures")
         check_capture(self.journal.statistics(), count=len(self.list()), limit=self.limit)
 
-    def _identity(self, claim: Claim) -> Identity:
-        return Identity(
-            session_id=claim.session_id,
-            task_id=claim.task_id,
-            group_id=claim.spec.group_id or claim.task_id,
-            sample_index=claim.sample_index,
-            attempt=claim.attempt,
-            harness=CAPTURE_HARNESS,
-            harness_version=None,
-            model=self.services.identity.model,
-            node=self.services.identity.node,
-        )
-
     def _started(self, claim: Claim, spec: CaptureSpec) -> Capture:
-        identity = self._identity(claim)
+        identity = self.admission.identity.session_identity(claim)
         self.registry.results.hold(claim)
         self.journal.record_session(identity)
         now, task = trio.current_time(), task_of(spec)
         capture = Capture(
             identity=identity,
             task=task,
-            live=self.registry.open(identity, task),
+            live=self.session_factory.open(identity, task),
             began=now,
             clock=RunClock(trio.CancelScope(deadline=now + spec.budgets.run_s)),
         )
         # The caller has the key already, so the capture does not wait here. Its calls are held instead.
-        self.services.places.begin_session(
+        self.places.begin_session(
             identity.session_id, CAPTURE_HARNESS, identity.group_id, capture.clock.credit, waits=False
         )
         self.registry.start(capture, nursery=self.nursery, sessions_by_key=self.sessions_by_key)

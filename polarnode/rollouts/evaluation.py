@@ -30,7 +30,7 @@ from polarnode.core.errors import (
     Refused,
     RuntimeFault,
 )
-from polarnode.core.ports import RowScores, Runtime, ScoreOrder, TimedProgram, TimedResult, Work
+from polarnode.core.ports import Judge, RowScores, Runtime, ScoreOrder, TimedProgram, TimedResult, Work
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Clock, Outcome, Trajectory, Turn, Verdict
 from polarnode.engine.scoring import ScoringEngines, score_all
@@ -201,21 +201,22 @@ logger = logging.getLogger(__name__)
 
 async def evaluated(
     containers: Containers,
+    judge: Callable[[str], Judge],
     runtime: PodmanRuntime | Gone,
     outcome: Outcome,
     turns: tuple[Turn, ...],
     prefetched: PrefetchedRuntime | None = None,
     kept: KeptWork | None = None,
 ) -> Result:
-    """The session's result with its verdict, or with the evaluator's failure. `prefetched` makes the
-    evaluator's own runtime, if it needs one. `kept` says what `runtime` holds of a session that is evaluated
-    again.
+    """The session's result with its verdict, or with the evaluator's failure. `judge` finds a judge by name.
+    `prefetched` makes the evaluator's own runtime, if it needs one. `kept` says what `runtime` holds of a
+    session that is evaluated again.
     """
     post_s = containers.order.spec.budgets.post_s
     judged: Verdict | PolarnodeError | None = None
     try:
         with trio.CancelScope(deadline=trio.current_time() + post_s):
-            judged = await _judged(containers, runtime, outcome, turns, prefetched, kept)
+            judged = await _judged(containers, judge, runtime, outcome, turns, prefetched, kept)
     except PolarnodeError as error:
         judged = error
     if isinstance(judged, ContentFault):  # What the run left would also stop another attempt at evaluating.
@@ -243,6 +244,7 @@ def _failed(outcome: Outcome, boundary: str, reason: str, clock: Clock | None = 
 
 async def _judged(
     containers: Containers,
+    judge: Callable[[str], Judge],
     runtime: PodmanRuntime | Gone,
     outcome: Outcome,
     turns: tuple[Turn, ...],
@@ -259,7 +261,7 @@ async def _judged(
         prepare = partial(session_containers.prepare_evaluation, judged, reach.extend_env(spec.runtime))
         work = reach.through(runtime)
         finished = session_containers.finished(
-            reach.through(judged), work, NodeClock(), containers.services.judge, outcome, turns, spec
+            reach.through(judged), work, NodeClock(), judge, outcome, turns, spec
         )
         finished = evolve(finished, kept=kept)
         # The tests are added after the agent's work, which this evaluator copies in itself.

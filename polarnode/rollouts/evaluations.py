@@ -43,22 +43,21 @@ from polarnode.core.errors import (
     Refused,
     RuntimeFault,
     Unreadable,
-    boundary,
 )
+from polarnode.core.ports import Judge
 from polarnode.core.status import EvaluationStatus, RewardEvent
 from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Status, Trajectory
-from polarnode.evaluators import registry
 from polarnode.evaluators.contract import Evaluator, KeptWork
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Log, LogUnavailable
 from polarnode.merge.trajectory import Identity, Result
-from polarnode.rollouts.admission import require_writable
+from polarnode.rollouts.admission import TaskAdmission, find_evaluator, require_writable
 from polarnode.rollouts.evaluation import evaluated, fault_outcome, open_with_retry
-from polarnode.rollouts.services import NodeServices, SessionOrder
-from polarnode.rollouts.session_containers import LAST, Containers, Gone
-from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT_INFIX
+from polarnode.rollouts.services import SessionOrder, StageSlots
+from polarnode.rollouts.session_containers import LAST, Containers, Gone, NodeContainers
+from polarnode.rollouts.snapshots import FROZEN, SNAPSHOT_INFIX, SnapshotCopies
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,11 @@ class Evaluations:
     `incarnation` returns the node's current one.
     """
 
-    services: NodeServices
+    admission: TaskAdmission
+    stages: StageSlots
+    containers: NodeContainers
+    judge: Callable[[str], Judge]  # finds a judge of the node's config by name, or raises EvaluatorError
+    copies: SnapshotCopies  # of snapshots, for other nodes
     journal: Journal  # this node's own, for its disk and its clock
     log: Log
     incarnation: Callable[[], int]
@@ -156,9 +159,8 @@ class Evaluations:
         return found
 
     def _evaluator(self, spec: EvaluatorSpec) -> Evaluator:
-        with boundary(Refused, "the evaluator cannot work with this config"):
-            services = self.services
-            return registry.find(spec, allowed_imports=services.allowed_imports, judges=services.judges)
+        here = self.admission
+        return find_evaluator(spec, allowed_imports=here.allowed_imports, judges=here.judges)
 
     async def status(self, evaluation_id: str) -> EvaluationStatus | None:
         """The progress of an evaluation; None for an unknown one."""
@@ -175,10 +177,8 @@ class Evaluations:
         pending = partial(self.log.pending_evaluations, self.incarnation())
         for record in await retry_until_answered(pending, meanwhile="the node waits to start"):
             self._enqueue_sessions(record)
-        folder = self.services.log_dir
-        for each in folder.glob(
-            f"{RESTORING_PREFIX}*"
-        ):  # left by an earlier run of the node, which was killed
+        # An earlier run of the node, which was killed, may have left some.
+        for each in self.containers.folder.glob(f"{RESTORING_PREFIX}*"):
             await trio.to_thread.run_sync(partial(shutil.rmtree, each, ignore_errors=True))
         ready.set()
         async with trio.open_nursery() as nursery:
@@ -293,26 +293,26 @@ class Evaluations:
                 attempt=trajectory.attempt,
             ),
             spec=evolve(task.spec, evaluator=evaluator),
-            harness=harnesses.find(harness, allowed_imports=self.services.allowed_imports),
+            harness=harnesses.find(harness, allowed_imports=self.admission.allowed_imports),
             evaluator=self._evaluator(evaluator),
         )
 
     async def _result(self, order: SessionOrder, trajectory: Trajectory) -> Result:
-        outcome, stages, spec = _run_outcome(trajectory), self.services.stages, order.spec.runtime
-        tar = _kept(self.services.log_dir, trajectory, spec)
+        outcome, spec = _run_outcome(trajectory), order.spec.runtime
+        tar = _kept(self.containers.folder, trajectory, spec)
         # What was kept of the session stays as it is.
         order = evolve(
             order, spec=evolve(order.spec, runtime=evolve(spec, artifacts=(), keep_workspace=False))
         )
-        containers = Containers(order, self.services)
+        containers = Containers(order, self.containers)
         async with AsyncExitStack() as stack:
             runtime: PodmanRuntime | Gone = Gone(
-                why=_gone_reason(trajectory, self.services.identity.node), workdir=order.runtime.workdir
+                why=_gone_reason(trajectory, self.admission.identity.node), workdir=order.runtime.workdir
             )
             if tar is not None or order.fresh:
-                await self.services.ensure_image(order.runtime.image)
+                await self.containers.ensure_image(order.runtime.image)
             if tar is not None:
-                async with stages.init.slot(priority=LAST):
+                async with self.stages.init.slot(priority=LAST):
                     with trio.move_on_after(order.spec.budgets.init_s) as init:
                         runtime = opened = await open_with_retry(containers, stack)
                         await opened.restore_workdir(tar)
@@ -321,20 +321,20 @@ class Evaluations:
             kept = KeptWork(
                 folder=None if tar is None else order.runtime.workdir, patch=_kept_patch(trajectory)
             )
-            async with stages.post.slot(priority=LAST):
-                return await evaluated(containers, runtime, outcome, trajectory.turns, kept=kept)
+            async with self.stages.post.slot(priority=LAST):
+                return await evaluated(containers, self.judge, runtime, outcome, trajectory.turns, kept=kept)
 
     async def _sweep(self) -> None:
         """Remove kept workspaces and snapshots whose sessions the log has pruned."""
         while True:
             try:
-                for each in await trio.to_thread.run_sync(old_kept_files, self.services.log_dir):
+                for each in await trio.to_thread.run_sync(old_kept_files, self.containers.folder):
                     if await self.log.session(each.name.partition(".")[0]) is None:
                         if each.suffix == FROZEN:
                             await remove_image(each)
                         else:
                             await trio.Path(each).unlink(missing_ok=True)
-                await self.services.copies.sweep(self.log)
+                await self.copies.sweep(self.log)
             except (OSError, PolarnodeError) as error:
                 logger.warning("kept files of sessions are looked through again in an hour: %s", error)
             await trio.sleep(SWEEP_S)

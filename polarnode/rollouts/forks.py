@@ -16,13 +16,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 import trio
 from attrs import evolve, field, frozen
 
 from polarnode import harnesses
 from polarnode.containers.frozen import check_machine
+from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes
 from polarnode.core.codec.limits import COUNT
 from polarnode.core.errors import ForkError, JournalError, PolarnodeError, Refused, RuntimeFault
 from polarnode.core.ports import HarnessOrder, Launch
@@ -41,8 +42,16 @@ from polarnode.merge.attach import References
 from polarnode.merge.lineage import DropsThinking, Lineages
 from polarnode.merge.trajectory import Identity, requested_fork
 from polarnode.providers.volatile import RESUME_MARKER
-from polarnode.rollouts.services import NoCopies, NodeServices, SessionOrder, SnapshotCopies, runtime_of
-from polarnode.rollouts.snapshots import check_image, list_snapshots, read_snapshot, share
+from polarnode.rollouts.services import SessionOrder, runtime_of
+from polarnode.rollouts.snapshots import (
+    NoCopies,
+    NodeSnapshots,
+    SnapshotCopies,
+    check_image,
+    list_snapshots,
+    read_snapshot,
+    share,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +72,38 @@ class ForkElsewhere(PolarnodeError):
     boundary = "node"
 
 
+class ForkParents(Protocol):
+    """Where sessions find the parents of forks, and the attempts before them."""
+
+    async def parent(self, fork: ForkSpec) -> ForkParent | None:
+        """The session from which a fork goes on."""
+
+    async def earlier_attempts(self, place: Identity) -> Sequence[EarlierAttempt]:
+        """The sessions that had a session's place before it."""
+
+    async def insist_here(self, fork: ForkSpec) -> None:
+        """Raise ForkElsewhere for a fork that must begin at another node."""
+
+
+class NoParents:
+    """For a node whose log has no session that another could go on from."""
+
+    async def parent(self, fork: ForkSpec) -> ForkParent | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def earlier_attempts(self, place: Identity) -> Sequence[EarlierAttempt]:
+        await trio.lowlevel.checkpoint()
+        return ()
+
+    async def insist_here(self, fork: ForkSpec) -> None:
+        await trio.lowlevel.checkpoint()
+
+
 @frozen(kw_only=True)
 class ForkNodes:
-    """What the log and this node know of the parents of forks. A `patient` one waits while the log is away.
-    Sessions use such a one, because the log's absence must not end a session.
+    """What the log and this node know of the parents of forks: the `ForkParents` of a node. A `patient` one
+    waits while the log is away. Sessions use such a one, because the log's absence must not end a session.
     """
 
     log: Log
@@ -240,13 +277,13 @@ class State:
     turns: tuple[Turn, ...]
     frozen: FrozenImage | None = None  # set for a harness that is a copy and is not resumed
 
-    def begin(self, services: NodeServices, live: LiveSession, *, inherited: int) -> Resumption:
-        """Give a session these turns, and say what its harness must ask first. Turns with an index below
-        `inherited` are trained in another session.
+    def begin(self, live: LiveSession, drops_thinking: DropsThinking, *, inherited: int) -> Resumption:
+        """Give a session these turns, and say what its harness must ask first. `drops_thinking` is the model
+        template's. Turns with an index below `inherited` are trained in another session.
         """
         snapshot, order = self.snapshot, self.order
         signed = References(snapshot.references.session_id, bytes.fromhex(snapshot.references.secret))
-        drops = services.drops_thinking if order.spec.thinking == "template" else None
+        drops = drops_thinking if order.spec.thinking == "template" else None
         begin_with_parent(live, self.turns, signed, drops, inherited)
         live.resumed = ResumedSession(
             parent=snapshot.session_id,
@@ -277,15 +314,17 @@ def check_resumes(spec: TaskSpec, harness: Harness) -> None:
         )
 
 
-async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, harness: Harness) -> Snapshot:
+async def find_snapshot(
+    snapshots: NodeSnapshots, spec: TaskSpec, fork: ForkSpec, harness: Harness
+) -> Snapshot:
     """The snapshot from which a task's sessions are resumed. Raises Refused, with the field's path, if no
     harness could go on from it.
     """
     check_resumes(spec, harness)
-    await services.copies.fetch(fork.session)
+    await snapshots.copies.fetch(fork.session)
     try:
-        snapshot = await trio.to_thread.run_sync(read_snapshot, services.log_dir, fork.session, fork.turn)
-        await check_image(services, runtime_of(spec, harness), snapshot)
+        snapshot = await trio.to_thread.run_sync(read_snapshot, snapshots.folder, fork.session, fork.turn)
+        await check_image(snapshots.runtimes, runtime_of(spec, harness), snapshot)
     except (ForkError, RuntimeFault) as error:
         raise Refused(str(error), path="$.fork.turn") from error
     if snapshot.obstacles:
@@ -296,11 +335,13 @@ async def find_snapshot(services: NodeServices, spec: TaskSpec, fork: ForkSpec, 
     return snapshot
 
 
-async def find_frozen(services: NodeServices, spec: TaskSpec, fork: ForkSpec, parent: ForkParent) -> Snapshot:
+async def find_frozen(
+    snapshots: NodeSnapshots, spec: TaskSpec, fork: ForkSpec, parent: ForkParent
+) -> Snapshot:
     """The snapshot with whose processes a task's sessions go on. Raises Refused, with the field's path, if
     none could.
     """
-    check_freezing(services, "$.fork.by")
+    check_freezing(snapshots.runtimes, "$.fork.by")
     if parent.spec is not None and parent.spec.runtime != spec.runtime:
         raise Refused(
             f"runtime must be that of fork.session {fork.session!r} with by=freeze: its processes go on in"
@@ -308,8 +349,8 @@ async def find_frozen(services: NodeServices, spec: TaskSpec, fork: ForkSpec, pa
             path="$.runtime",
         )
     try:
-        snapshot = await trio.to_thread.run_sync(read_snapshot, services.log_dir, fork.session, fork.turn)
-        why = await _not_frozen(services, snapshot)
+        snapshot = await trio.to_thread.run_sync(read_snapshot, snapshots.folder, fork.session, fork.turn)
+        why = await _not_frozen(snapshots.runtimes, snapshot)
     except ForkError as error:
         raise Refused(str(error), path="$.fork.turn") from error
     if why is not None:
@@ -320,48 +361,40 @@ async def find_frozen(services: NodeServices, spec: TaskSpec, fork: ForkSpec, pa
     return snapshot
 
 
-async def _not_frozen(services: NodeServices, snapshot: Snapshot) -> str | None:
+async def _not_frozen(runtimes: NodeRuntimes | AbsentRuntimes, snapshot: Snapshot) -> str | None:
     """Why no copy can be made of a snapshot's processes; None if one can. Raises ForkError if the processes
     are of another kernel.
     """
     if snapshot.frozen is None:
         return snapshot.not_frozen or "its task did not ask for snapshot_at.freeze"
     check_machine(snapshot.frozen)
-    if not await services.runtimes.has_image(snapshot.frozen.image_id):
+    if not await runtimes.has_image(snapshot.frozen.image_id):
         return f"the image of its container is gone ({snapshot.frozen.image_id[:19]})"
     return None
 
 
-def check_freezing(services: NodeServices, path: str) -> None:
+def check_freezing(runtimes: NodeRuntimes | AbsentRuntimes, path: str) -> None:
     """Raise Refused, with the field's path, if this machine cannot freeze sessions."""
-    obstacle = services.runtimes.freezing_obstacle
+    obstacle = runtimes.freezing_obstacle
     if obstacle is not None:
         raise Refused(f"this node cannot freeze sessions: {obstacle}", path=path)
 
 
-async def find_state(order: SessionOrder, services: NodeServices, fork: ForkSpec) -> State:
+async def find_state(
+    order: SessionOrder, snapshots: NodeSnapshots, parents: ForkParents, fork: ForkSpec
+) -> State:
     """The state from which a session is resumed. Raises ForkError if it is gone, or never existed."""
     by_freeze = fork.by == "freeze"
     try:
-        parent = check_fork(order.spec, fork, await services.fork_parent(fork))
+        parent = check_fork(order.spec, fork, await parents.parent(fork))
         if by_freeze:
-            snapshot = await find_frozen(services, order.spec, fork, parent)
+            snapshot = await find_frozen(snapshots, order.spec, fork, parent)
         else:
-            snapshot = await find_snapshot(services, order.spec, fork, order.harness)
+            snapshot = await find_snapshot(snapshots, order.spec, fork, order.harness)
     except Refused as refused:
         raise ForkError(str(refused)) from refused
     frozen = snapshot.frozen if by_freeze else None
     return State(order=order, snapshot=snapshot, turns=parent.turns, frozen=frozen)
-
-
-async def begin_resume(
-    order: SessionOrder, services: NodeServices, live: LiveSession, fork: ForkSpec
-) -> Resumption:
-    """Give a fork its parent's turns, and say what its harness must ask first. Raises ForkError if the
-    session cannot go on from the parent any more.
-    """
-    found = await find_state(order, services, fork)
-    return found.begin(services, live, inherited=max((turn.index + 1 for turn in found.turns), default=0))
 
 
 # ── forks of a tree ─────────────────────────────────────────────────────────
@@ -389,13 +422,17 @@ def tree_way(spec: TaskSpec, harness: Harness) -> Literal["resume", "replay"]:
 
 
 async def with_state(
-    order: SessionOrder, services: NodeServices, place: ForkPlace, root: SessionFacts | None
+    order: SessionOrder,
+    snapshots: NodeSnapshots,
+    parents: ForkParents,
+    place: ForkPlace,
+    root: SessionFacts | None,
 ) -> SessionOrder | Outcome:
     """The order of a tree's fork with the state in which it begins, or its outcome if there is no state.
     `root` are the facts of the session that held the root's place, or None if its end could not be written.
     Raises ForkElsewhere if the state is at another node.
     """
-    found = await _state(order, services, place, root)
+    found = await _state(order, snapshots, parents, place, root)
     if isinstance(found, str):
         return Outcome(status="cancelled", reason=f"{NOT_FORKED_REASON}: {found}")
     spec = evolve(order.spec, fork=found)
@@ -403,7 +440,11 @@ async def with_state(
 
 
 async def _state(
-    order: SessionOrder, services: NodeServices, place: ForkPlace, root: SessionFacts | None
+    order: SessionOrder,
+    snapshots: NodeSnapshots,
+    parents: ForkParents,
+    place: ForkPlace,
+    root: SessionFacts | None,
 ) -> ForkSpec | str:
     """The state, or why there is none."""
     if root is None:
@@ -413,13 +454,13 @@ async def _state(
         return f"its root, session {root.session_id}, is not usable ({member.why})"
     by = tree_way(order.spec, order.harness)
     whole = ForkSpec(session=root.session_id, turn=COUNT, by=by)
-    await services.insist_here(whole)
-    parent = await services.fork_parent(whole)
+    await parents.insist_here(whole)
+    parent = await parents.parent(whole)
     if parent is None:
         return f"its root, session {root.session_id}, is not in the log"
     among = None
     if by == "resume":
-        listed = await trio.to_thread.run_sync(list_snapshots, services.log_dir, root.session_id)
+        listed = await trio.to_thread.run_sync(list_snapshots, snapshots.folder, root.session_id)
         among = {each.turn for each in listed.snapshots if each.resumable}
     turns = fork_turns(place.policy, parent.turns, among)
     if not turns:
@@ -447,22 +488,26 @@ class Continuation:
     state: State
     identity: Identity
 
-    async def begin(self, services: NodeServices, live: LiveSession) -> Resumption:
+    async def begin(
+        self, live: LiveSession, drops_thinking: DropsThinking, snapshots: NodeSnapshots
+    ) -> Resumption:
         """Give the session the turns and the snapshot. Its identity is in the journal already."""
         fork, snapshot = self.identity.forked_from, self.state.snapshot
-        found = self.state.begin(services, live, inherited=0 if fork is None else fork.got)
+        found = self.state.begin(live, drops_thinking, inherited=0 if fork is None else fork.got)
         if snapshot.session_id != self.identity.session_id:
-            make_own = partial(share, services.log_dir, snapshot, self.identity.session_id)
+            make_own = partial(share, snapshots.folder, snapshot, self.identity.session_id)
             try:
                 found = evolve(found, snapshot=await trio.to_thread.run_sync(make_own))
             except OSError as error:
                 logger.warning("session %s has no snapshot of its beginning: %s", live.session_id, error)
                 return found
-            services.copies.put(self.identity.session_id, snapshot.turn)
+            snapshots.copies.put(self.identity.session_id, snapshot.turn)
         return found
 
 
-async def find_continuation(order: SessionOrder, services: NodeServices) -> Continuation | None:
+async def find_continuation(
+    order: SessionOrder, snapshots: NodeSnapshots, parents: ForkParents
+) -> Continuation | None:
     """Find the state from which an attempt goes on; None if it begins from the start. The reason is
     logged.
     """
@@ -473,10 +518,10 @@ async def find_continuation(order: SessionOrder, services: NodeServices) -> Cont
     earlier: Sequence[EarlierAttempt] | None = None
     try:
         with trio.move_on_after(LOOKING_S):
-            earlier = await services.earlier_attempts(order.identity)
+            earlier = await parents.earlier_attempts(order.identity)
     except JournalError as error:
         logger.warning("session %s: %s", session_id, error)
-    found = None if earlier is None else await _looked(order, services, earlier)
+    found = None if earlier is None else await _looked(order, snapshots, parents, earlier)
     if found is None:
         logger.info("session %s begins from the start: there is no state to go on with", session_id)
         return None
@@ -487,7 +532,10 @@ async def find_continuation(order: SessionOrder, services: NodeServices) -> Cont
 
 
 async def _looked(
-    order: SessionOrder, services: NodeServices, earlier: Sequence[EarlierAttempt]
+    order: SessionOrder,
+    snapshots: NodeSnapshots,
+    parents: ForkParents,
+    earlier: Sequence[EarlierAttempt],
 ) -> Continuation | None:
     """The last state of the attempts that led to the last one of a place."""
     for attempt in earlier:
@@ -497,24 +545,24 @@ async def _looked(
         went_on = attempt.identity.continued_from is not None
         if went_on and not attempt.made_progress and lost is not None and lost.status == "error":
             return None  # That state may be the reason why it ended.
-        found = await _continued(order, services, attempt)
+        found = await _continued(order, snapshots, parents, attempt)
         if found is not None or (attempt.made_progress and not went_on):
             return found  # It began from the start, so earlier attempts did not lead to it.
     return None
 
 
 async def _continued(
-    order: SessionOrder, services: NodeServices, attempt: EarlierAttempt
+    order: SessionOrder, snapshots: NodeSnapshots, parents: ForkParents, attempt: EarlierAttempt
 ) -> Continuation | None:
     """The last state of an attempt from which a harness can be resumed."""
     name, fork = attempt.identity.session_id, attempt.identity.forked_from
-    await services.copies.fetch(name)
-    kept = await trio.to_thread.run_sync(list_snapshots, services.log_dir, name)
+    await snapshots.copies.fetch(name)
+    kept = await trio.to_thread.run_sync(list_snapshots, snapshots.folder, name)
     # A fork that was still given its parent's answers has no state of its own.
     turns = [each.turn for each in kept.snapshots if fork is None or each.turn >= fork.got]
     for turn in reversed(turns):
         try:
-            state = await find_state(order, services, ForkSpec(session=name, turn=turn))
+            state = await find_state(order, snapshots, parents, ForkSpec(session=name, turn=turn))
         except ForkError as error:
             logger.warning("session %s does not go on: %s", order.identity.session_id, error)
             continue

@@ -1,31 +1,36 @@
 """The lifecycle of a session under any driver: opened with a key, run, and ended once with one message.
 
-A driver is a session with its own container (`Session`) or a harness that its caller runs (`Capture`). The
-registry holds every live driver of a node, builds its trajectory when it is over and publishes it. Invariant:
-an end caused by the agent is never retried, because choosing among attempts would bias the training data.
-Only a loss caused by the machine is retried, at most `retries` times.
+A driver is a session with its own container (`Session`) or a harness that its caller runs (`Capture`).
+`LiveSessionFactory` opens its session, as the model endpoint sees it. The registry holds every live driver of
+a node, builds its trajectory when it is over and publishes it. Invariant: an end caused by the agent is never
+retried, because choosing among attempts would bias the training data. Only a loss caused by the machine is
+retried, at most `retries` times.
 """
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal, Protocol, TypeVar
 
 import trio
 from attrs import define, evolve, field, frozen
 
 from polarnode.core.backoff import Backoff
+from polarnode.core.errors import Refused
 from polarnode.core.task import Budgets, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
+from polarnode.engine.adapters import EngineAdapters
+from polarnode.engine.scoring import ScoringEngines
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionCounters
 from polarnode.groups.group import lost_to_the_machine, stamp_staleness
-from polarnode.merge.lineage import Lineages
+from polarnode.merge.lineage import DropsThinking, Lineages
 from polarnode.merge.token_extras import SessionExtras, unscored
 from polarnode.merge.trajectory import Identity, Result, assemble, without_traces
 from polarnode.rollouts.evaluation import taught
 from polarnode.rollouts.results import SessionResults
-from polarnode.rollouts.services import NodeServices
+from polarnode.rollouts.services import CachePlaces, SessionJournal
 from polarnode.support.bounded import trim_memory
+from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +52,45 @@ def has_retries_left(retries: int, budgets: Budgets) -> bool:
 def pause_before(attempt: int) -> float:
     """The seconds of pause before an attempt begins; none before the first."""
     return PAUSES.delay(attempt - 1) if attempt else 0.0
+
+
+# ── as the model endpoint sees a session ──────────────────────────────────────
+
+
+@frozen(kw_only=True)
+class LiveSessionFactory:
+    """Opens sessions for the model endpoint. Their turns are recorded in `journal` and counted in `tally`."""
+
+    journal: SessionJournal
+    tally: NodeCounters
+    drops_thinking: DropsThinking  # whether the model's template leaves out earlier thinking
+    carried_limit: int = 0  # bytes a session may carry beside ids and logprobs
+
+    def open(self, identity: Identity, task: TaskSpec, *, calls_first: bool = False) -> LiveSession:
+        """Create a session as the model endpoint sees it, with a new key. `calls_first` is its harness's."""
+        session_id, journal = identity.session_id, self.journal
+        drops = self.drops_thinking if task.thinking == "template" else None
+        counters = SessionCounters()
+
+        def record(turn: Turn) -> None:
+            # This function does not refer to its session, because the cycle would keep an ended session until
+            # the garbage collector runs.
+            counters.last_turn = trio.current_time()
+            journal.record_turn(turn)
+
+        return LiveSession(
+            session_id=session_id,
+            key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
+            lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
+            sampling=task.sampling,
+            budgets=task.budgets,
+            record=record,
+            carrier=SessionExtras(task.carry, limit=self.carried_limit),
+            tally=self.tally,
+            adapter=task.adapter,
+            calls_first=calls_first,
+            counters=counters,
+        )
 
 
 # ── drivers and their registry ────────────────────────────────────────────────
@@ -92,47 +136,39 @@ Driver = TypeVar("Driver", bound=SessionDriver)
 OnEnd = Callable[[SessionEnd], Awaitable[None]]
 
 
-@define(eq=False)
+def no_versions(_: str) -> tuple[str, ...]:
+    """For a node whose engine has no versions."""
+    return ()
+
+
+@define(eq=False, kw_only=True)
 class SessionRegistry:
-    """Every live session of a node, by id, in the order they began.
+    """Every live session of a node, by id, in the order they began. A session needs its adapter in `adapters`
+    and its place in `places` until it is over. Published sessions are counted in `tally`.
 
     Keep publishing synchronous and last, so that a finished rollout cannot be lost. A teacher scores before
     that, and none of its failures keeps a session from being published.
     """
 
-    services: NodeServices
     results: SessionResults
+    places: CachePlaces
+    tally: NodeCounters
+    adapters: EngineAdapters
+    scoring: ScoringEngines  # the engines of teachers
+    allowed_imports: tuple[str, ...] = ()
+    # It lists the versions that were served of the base or of an adapter, the oldest first and the current
+    # last. A session's tokens may have an adapter's own versions, or the base's.
+    served_versions: Callable[[str], Sequence[str]] = no_versions
     stopping: bool = field(default=False, init=False)
     _drivers: dict[str, SessionDriver] = field(factory=dict, init=False)
     _scoring_scopes: set[trio.CancelScope] = field(factory=set, init=False)  # of sessions being scored
     # It is set when the last session of a stopping node is over.
     _emptied: trio.Event = field(factory=trio.Event, init=False)
 
-    def open(self, identity: Identity, task: TaskSpec, *, calls_first: bool = False) -> LiveSession:
-        """Create a session as the model endpoint sees it, with a new key. `calls_first` is its harness's."""
-        session_id, services = identity.session_id, self.services
-        drops = services.drops_thinking if task.thinking == "template" else None
-        counters = SessionCounters()
-
-        def record(turn: Turn) -> None:
-            # This function does not refer to its session, because the cycle would keep an ended session until
-            # the garbage collector runs.
-            counters.last_turn = trio.current_time()
-            services.journal.record_turn(turn)
-
-        return LiveSession(
-            session_id=session_id,
-            key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
-            lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
-            sampling=task.sampling,
-            budgets=task.budgets,
-            record=record,
-            carrier=SessionExtras(task.carry, limit=services.carried_limit),
-            tally=services.tally,
-            adapter=task.adapter,
-            calls_first=calls_first,
-            counters=counters,
-        )
+    def require_not_stopping(self, what: str) -> None:
+        """Raise Refused when the node is stopping. `what` names what it takes no more of."""
+        if self.stopping:
+            raise Refused(f"this node is stopping and takes no new {what}: use another node, or retry later")
 
     def start(
         self,
@@ -147,7 +183,7 @@ class SessionRegistry:
         """
         session_id = driver.identity.session_id
         if driver.task.adapter:
-            self.services.adapters.need(driver.task.adapter)
+            self.adapters.need(driver.task.adapter)
         self._drivers[session_id] = driver
         sessions_by_key.add(driver.live)
         nursery.start_soon(
@@ -171,8 +207,8 @@ class SessionRegistry:
             sessions_by_key.remove(driver.live)
             del self._drivers[identity.session_id]
             if driver.task.adapter:
-                self.services.adapters.release(driver.task.adapter)
-            self.services.places.end_session(identity.session_id)
+                self.adapters.release(driver.task.adapter)
+            self.places.end_session(identity.session_id)
             driver.closed(failed=failed)
             if self.stopping and not self._drivers:
                 self._emptied.set()
@@ -183,17 +219,16 @@ class SessionRegistry:
             await trim_memory()
 
     async def _publish_result(self, driver: SessionDriver, result: Result, on_end: OnEnd) -> None:
-        identity, turns, services = driver.identity, driver.live.lineages.turns, self.services
-        versions = services.versions_of(driver.task.adapter)  # The time of a teacher adds no staleness.
+        identity, turns = driver.identity, driver.live.lineages.turns
+        versions = self.served_versions(driver.task.adapter)  # The time of a teacher adds no staleness.
 
         async def send(trajectory: Trajectory) -> None:
             await on_end(SessionEnd(identity=identity, trajectory=trajectory, cancelled=driver.cancelled))
 
         try:
-            imports = services.allowed_imports
-            found = stamp_staleness(
-                assemble(identity, driver.task, turns, result, allowed_imports=imports), versions
-            )
+            imports = self.allowed_imports
+            found = assemble(identity, driver.task, turns, result, allowed_imports=imports)
+            found = stamp_staleness(found, versions)
             await send(await self._taught(driver.task, found))
         except Exception as error:
             # The same boundary: a session that cannot be built or packed loses its traces, not its record.
@@ -212,14 +247,14 @@ class SessionRegistry:
         scope = trio.CancelScope(deadline=trio.current_time() + left)
         self._scoring_scopes.add(scope)
         try:
-            return await taught(found, task.carry.teacher, self.services.scoring, scope)
+            return await taught(found, task.carry.teacher, self.scoring, scope)
         finally:
             self._scoring_scopes.discard(scope)
 
     def end(self, end: SessionEnd) -> None:
         """Count and publish a session that is over."""
         self.publish(end.trajectory)
-        self.services.tally.published(end.trajectory)
+        self.tally.published(end.trajectory)
 
     async def end_session_now(self, end: SessionEnd) -> None:
         """`end` as an asynchronous function, which `start` needs."""

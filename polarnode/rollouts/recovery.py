@@ -34,9 +34,10 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
     if journal.damage is not None:
         report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
         return
-    results = scheduler.registry.results
-    inherited = {claim.session_id: claim for claim in await scheduler.join(facts)}
-    scheduler.settling.update(inherited)
+    results, claims = scheduler.registry.results, scheduler.claims
+    imports = scheduler.admission.allowed_imports
+    inherited = {claim.session_id: claim for claim in await claims.membership.join(facts)}
+    claims.settling.update(inherited)
     over = await results.restore(inherited)
     unfinished = {each.identity.session_id: each for each in await journal.unfinished_sessions()}
     again = 0
@@ -52,16 +53,14 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         if scheduler.log.shared:  # A shared log has the task.
             session = evolve(session, spec=claim.spec)
         again += await _recovered(journal, scheduler, claim, session)
-    scheduler.settling.clear()
+    claims.settling.clear()
     # Another session has the place of each of these, so what it left is an attempt. Sessions that had not
     # begun wait in the log's queue.
     for session in (each for each in unfinished.values() if each.began):
         if scheduler.log.shared:
             task = await results.told(partial(scheduler.log.task, session.identity.task_id))
             session = evolve(session, spec=None if task is None else task.spec)
-        results.publish(
-            await journal.run_in_thread(partial(_trajectory, session, scheduler.services.allowed_imports))
-        )
+        results.publish(await journal.run_in_thread(partial(_trajectory, session, imports)))
     await results.delivered()
     if inherited:
         report(
@@ -76,12 +75,12 @@ async def _recovered(
     """Settle one place. Returns True if another attempt was started. The traces are built in a thread,
     because attempts that were started earlier are already running.
     """
-    scheduler.registry.results.hold(claim)
-    lost = await journal.run_in_thread(partial(_trajectory, session, scheduler.services.allowed_imports))
+    registry, admission = scheduler.registry, scheduler.admission
+    registry.results.hold(claim)
+    lost = await journal.run_in_thread(partial(_trajectory, session, admission.allowed_imports))
     # The log is asked this late because siblings end meanwhile.
-    stopped = await scheduler.registry.results.told(
-        partial(scheduler.log.sessions_to_stop, scheduler.incarnation)
-    )
+    incarnation = scheduler.claims.membership.incarnation
+    stopped = await registry.results.told(partial(scheduler.log.sessions_to_stop, incarnation))
     ending = stopped.get(claim.session_id, claim.ending)
     if ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(
@@ -91,14 +90,15 @@ async def _recovered(
     may_retry = ending is None and has_retries_left(claim.retries, claim.spec.budgets)
     if session.spec is not None and lost_to_the_machine(lost.outcome) and may_retry:
         try:
-            scheduler.check(claim.spec)
+            registry.require_not_stopping("tasks")
+            admission.admit(claim.spec)
         except Refused as refused:
             reason = f"{lost.outcome.reason}; it cannot be tried again here: {refused}"
             lost = evolve(lost, outcome=evolve(lost.outcome, reason=reason))
         else:
             return await scheduler.replace(lost, counts=True)
     adapter = "" if session.spec is None else session.spec.adapter
-    scheduler.registry.publish(stamp_staleness(lost, scheduler.services.versions_of(adapter)))
+    registry.publish(stamp_staleness(lost, registry.served_versions(adapter)))
     return False
 
 
@@ -106,7 +106,7 @@ def _without_turns(claim: Claim, scheduler: Scheduler) -> UnfinishedSession:
     """A session without turns, for a claim of which this node's journal has nothing. The journal is then not
     the one with which the claim was made.
     """
-    identity = scheduler.identity_of(claim)
+    identity = scheduler.admission.identity.session_identity(claim)
     return UnfinishedSession(
         identity=identity, spec=claim.spec, turns=(), cancelled=claim.ending == "cancelled"
     )

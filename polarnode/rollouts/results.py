@@ -19,9 +19,12 @@ import trio
 from attrs import define, evolve, field
 
 from polarnode.core.trajectory import Trajectory
+from polarnode.groups.group import SessionFacts
 from polarnode.journal.held import ResultStore, StoredResult, without_parts
+from polarnode.journal.log.news import wait_events
 from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Claim, EndedSession, FinishAnswer, Log, LogUnavailable, pack_ended
+from polarnode.rollouts.membership import LogMembership
 from polarnode.support.ids import new_id
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ AT_ONCE: Final = 8  # results sent at once, so that one large body does not hold
 SWEEP_S: Final = 60.0  # seconds between two looks for results that were acknowledged long ago
 # The seconds that the log has to answer when the node stops. The next start sends what it does not take.
 STOP_WAIT_S: Final = 10.0
+LOOK_S: Final = 5.0  # the longest time between two looks for the end of a place, in case news is lost
 
 
 @define(eq=False)
@@ -41,10 +45,10 @@ class SessionResults:
     """
 
     log: Log
+    membership: LogMembership
     now: Callable[[], float]  # seconds since the epoch
     on_filled: Callable[[Claim, EndedSession, FinishAnswer], Awaitable[None]]
     held: ResultStore | None = None
-    incarnation: int = 0
     unwritten: set[tuple[str, int]] = field(factory=set, init=False)  # samples whose end could not be written
     _claims: dict[str, Claim] = field(factory=dict, init=False)  # claims of running sessions, by session id
     _waiting: dict[str, EndedSession] = field(factory=dict, init=False)
@@ -172,12 +176,26 @@ class SessionResults:
             await self._changed.wait()
         await trio.lowlevel.checkpoint()
 
+    async def place_over(self, task_id: str, sample_index: int) -> SessionFacts | None:
+        """Wait until a sample of a task is over, at whichever node it runs. Returns its facts, or None if its
+        end could not be written.
+        """
+        while (task_id, sample_index) not in self.unwritten:
+            seen = self.log.event_news
+            # This waits as long as the log is away, because no session may end on that account.
+            over = await self.told(lambda: self.log.finished_places(task_id))
+            for facts in over:
+                if facts.sample_index == sample_index:
+                    return facts
+            await wait_events(self.log, seen, LOOK_S)
+        return None
+
     async def leave(self) -> None:
         """End this incarnation at a shared log once the log has all results, or give up after STOP_WAIT_S."""
         with trio.move_on_after(STOP_WAIT_S) as scope:
             await self.delivered()
             if self.log.shared:
-                await self.told(lambda: self.log.leave(self.incarnation))
+                await self.told(lambda: self.log.leave(self.membership.incarnation))
         if scope.cancelled_caught:
             logger.warning(
                 "the log does not answer: the next start of this node tells it %d results", self.waiting
@@ -257,7 +275,7 @@ class SessionResults:
             return
 
     async def _publish(self, ended: EndedSession) -> FinishAnswer:
-        return await self.log.publish_session(ended, self.incarnation)
+        return await self.log.publish_session(ended, self.membership.incarnation)
 
     async def _finish(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
         answer = await self._send_whole(ended, partial(self.log.finish_claim, claim))

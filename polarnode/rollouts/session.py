@@ -16,35 +16,56 @@ from contextlib import (
     nullcontext,
 )
 from pathlib import Path
+from socket import socket
 from typing import Literal
 
 import trio
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from polarnode.containers.runtime import PodmanRuntime
 from polarnode.core.errors import PolarnodeError, RuntimeFault
-from polarnode.core.ports import Endpoint, Launch
+from polarnode.core.ports import Endpoint, Judge, Launch
 from polarnode.core.status import Phase
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Timing
 from polarnode.gateway.live_sessions import LiveSession
 from polarnode.groups.fork_policy import ForkPlace, fork_place
 from polarnode.groups.group import EARLY_STOP_REASON, SessionFacts
+from polarnode.merge.lineage import DropsThinking
 from polarnode.merge.trajectory import Identity, Result
 from polarnode.rollouts.evaluation import Ending, evaluated, fault_outcome, run_outcome, tail
 from polarnode.rollouts.forks import (
     ForkElsewhere,
+    ForkParents,
     Resumption,
     begin_replay,
-    begin_resume,
     find_continuation,
+    find_state,
     with_state,
 )
+from polarnode.rollouts.freezer import ContainerFreezer
 from polarnode.rollouts.lifecycle import CancelCause, bug_outcome
 from polarnode.rollouts.run_clock import RunClock
-from polarnode.rollouts.services import NodeServices, SessionOrder, harness_order
-from polarnode.rollouts.session_containers import Containers, PrefetchedRuntime, open_prefetched_runtime
-from polarnode.rollouts.snapshots import SessionSnapshots, open_frozen, open_restored, open_snapshots
+from polarnode.rollouts.services import (
+    CachePlaces,
+    SessionJournal,
+    SessionOrder,
+    StageSlots,
+    harness_order,
+)
+from polarnode.rollouts.session_containers import (
+    Containers,
+    NodeContainers,
+    PrefetchedRuntime,
+    open_prefetched_runtime,
+)
+from polarnode.rollouts.snapshots import (
+    NodeSnapshots,
+    SessionSnapshots,
+    open_frozen,
+    open_restored,
+    open_snapshots,
+)
 from polarnode.support.concurrency import Place, PrioritySemaphore
 
 logger = logging.getLogger(__name__)
@@ -58,6 +79,26 @@ MAX_HARNESS_LOG_BYTES = (
 )  # bytes of a harness's output kept; a runaway print loop must not fill the disk
 
 
+@frozen(kw_only=True)
+class SessionServices:
+    """What a session in a container uses of its node."""
+
+    journal: SessionJournal
+    stages: StageSlots
+    # A session may begin with the turns of another one, and with a snapshot of it.
+    parents: ForkParents
+    snapshots: NodeSnapshots
+    drops_thinking: DropsThinking  # whether the model's template leaves out earlier thinking
+    # `serve_endpoint` serves the model endpoint of a session on the socket of its container.
+    containers: NodeContainers
+    serve_endpoint: Callable[[str, socket], AbstractAsyncContextManager[object]]
+    context_length: int
+    # The freezer may stop a container while its session's calls are held for a place in the engine's cache.
+    places: CachePlaces
+    freezer: ContainerFreezer
+    judge: Callable[[str], Judge]  # finds a judge of the node's config by name, or raises EvaluatorError
+
+
 @define(eq=False)
 class Session:
     """A session in its own container, as a `SessionDriver`. `phase` is its current phase. `cancel` ends any
@@ -66,7 +107,7 @@ class Session:
 
     order: SessionOrder
     live: LiveSession
-    services: NodeServices
+    services: SessionServices
     delay_s: float  # how long it waits before it begins
     # This function waits until the session in a place of a task is over.
     place_over: "Callable[[str, int], Awaitable[SessionFacts | None]]"
@@ -93,7 +134,7 @@ class Session:
 
     @_containers.default
     def _make_containers(self) -> Containers:
-        return Containers(self.order, self.services)
+        return Containers(self.order, self.services.containers)
 
     @property
     def identity(self) -> Identity:
@@ -161,7 +202,7 @@ class Session:
                 if no_state is not None:
                     return Result(outcome=no_state)
             await self._begin_history()
-            await self.services.ensure_image(self.order.runtime.image)
+            await self.services.containers.ensure_image(self.order.runtime.image)
             async with self._slot(self.services.stages.live):
                 for attempt in range(1, INIT_ATTEMPTS + 1):
                     ended = await self._run_in_container(scope)
@@ -182,7 +223,8 @@ class Session:
     async def _take_root_state(self, place: ForkPlace) -> Outcome | None:
         """Wait for the root of a tree of forks, and take its state. Returns an outcome if it has none."""
         root = await self.place_over(self.identity.task_id, place.root)
-        order = await with_state(self.order, self.services, place, root)
+        snapshots, parents = self.services.snapshots, self.services.parents
+        order = await with_state(self.order, snapshots, parents, place, root)
         if isinstance(order, Outcome):
             # What an earlier attempt noted as its parent is not this one's.
             self.order = evolve(self.order, identity=evolve(self.identity, forked_from=None))
@@ -195,21 +237,24 @@ class Session:
         """Give the session the turns it begins with: those of the attempt before it, which was lost, or those
         of its parent if it is a fork. Most sessions begin with none.
         """
-        continuation, fork = await find_continuation(self.order, self.services), self.task.fork
+        snapshots, parents = self.services.snapshots, self.services.parents
+        drops_thinking = self.services.drops_thinking
+        continuation, fork = await find_continuation(self.order, snapshots, parents), self.task.fork
         if continuation is not None:
             self.order = evolve(self.order, identity=continuation.identity)
             self.services.journal.record_session(continuation.identity)
-            self._resumption = await continuation.begin(self.services, self.live)
+            self._resumption = await continuation.begin(self.live, drops_thinking, snapshots)
             self._clock.before_s = continuation.state.snapshot.run_s
             return
         if fork is None:
             return
-        await self.services.insist_here(fork)
+        await parents.insist_here(fork)
         if fork.by == "replay":
-            parent = await self.services.fork_parent(fork)
-            begin_replay(self.live, self.task, parent, self._note_inherited)
+            begin_replay(self.live, self.task, await parents.parent(fork), self._note_inherited)
         else:
-            self._resumption = await begin_resume(self.order, self.services, self.live, fork)
+            state = await find_state(self.order, snapshots, parents, fork)
+            inherited = max((turn.index + 1 for turn in state.turns), default=0)
+            self._resumption = state.begin(self.live, drops_thinking, inherited=inherited)
 
     def _note_inherited(self, got: int, differs: str | None) -> None:
         """Note in the journal how many turns were inherited, before the first own turn is recorded."""
@@ -338,7 +383,7 @@ class Session:
         """Run the harness until it exits, its time or budget is spent, or it is cancelled. Whatever ends it,
         its turns are kept, and so a failure is a value too.
         """
-        log = self.services.log_dir / f"{self.identity.session_id}.log"
+        log = self.services.containers.folder / f"{self.identity.session_id}.log"
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             self._clock.begin(clock, self.order.spec.budgets.run_s)
@@ -400,7 +445,7 @@ class Session:
         own = begun if begun is not None and begun.session_id == self.identity.session_id else None
         return await open_snapshots(
             self.order,
-            self.services,
+            self.services.snapshots,
             self.live,
             runtime,
             credit=self._extend_run,
@@ -424,9 +469,8 @@ class Session:
             return Result(outcome=evolve(outcome, status="error", boundary=fault.boundary, reason=str(fault)))
         async with self._slot(self.services.stages.post):
             with self._timed("post_s"):
-                return await evaluated(
-                    self._containers, runtime, outcome, self.live.lineages.turns, prefetched
-                )
+                judge, turns = self.services.judge, self.live.lineages.turns
+                return await evaluated(self._containers, judge, runtime, outcome, turns, prefetched)
 
     # ── its place in the engine's cache ───────────────────────────────────────
 

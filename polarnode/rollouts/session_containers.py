@@ -8,7 +8,7 @@ not begun makes its own instead of waiting; leaving the block removes a runtime 
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from posixpath import normpath
@@ -17,8 +17,10 @@ from typing import NoReturn, cast
 import trio
 from attrs import define, evolve, field, frozen
 
+from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.files import WORKDIR, artifacts_path, is_kept_whole, workspace_path
 from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes
 from polarnode.core import codec
 from polarnode.core.codec.limits import DEPTH, exceeds_depth, value_fault
 from polarnode.core.conversation import Json
@@ -28,7 +30,7 @@ from polarnode.core.task import PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Turn, Verdict
 from polarnode.evaluators.contract import Finished, checked_rewards, finite, stderr_tail
 from polarnode.rollouts.run_clock import MAX_HELD_S
-from polarnode.rollouts.services import NodeServices, SessionOrder
+from polarnode.rollouts.services import SessionOrder
 from polarnode.support.concurrency import PrioritySemaphore
 
 # ── workspace ────────────────────────────────────────────────────────────
@@ -243,12 +245,24 @@ READY_WAIT_S = 6 * 3600.0
 TEARDOWN_MARGIN_S = 60.0  # seconds that a container's dead-man switch allows beyond all budgets
 
 
+@frozen(kw_only=True)
+class NodeContainers:
+    """Where the sessions of a node get their containers. `folder` has the logs of sessions, and what is
+    copied out of their containers.
+    """
+
+    runtimes: NodeRuntimes | AbsentRuntimes
+    ensure_image: Callable[[str], Awaitable[None]]  # builds the image of a recipe if it is missing
+    folder: Path
+    egress: NodeEgress = field(factory=NodeEgress)  # hosts tasks may reach
+
+
 @define(eq=False)
 class Containers:
     """The containers of one session. `metrics` are added to its trajectory's metrics."""
 
     order: SessionOrder
-    services: NodeServices
+    node: NodeContainers
     metrics: dict[str, Json] = field(factory=dict, init=False)
 
     def open(self) -> AbstractAsyncContextManager[PodmanRuntime]:
@@ -256,7 +270,7 @@ class Containers:
         if a step of the task fails.
         """
         shared = self.order.spec.num_samples > 1 or self.order.fresh
-        return self.services.runtimes.open_prepared(
+        return self.node.runtimes.open_prepared(
             self.order.runtime,
             session_id=self.order.identity.session_id,
             lifetime_s=self.lifetime_s(),
@@ -266,11 +280,11 @@ class Containers:
 
     def is_preparing(self) -> bool:
         """Whether a sibling is preparing the same workspace, so that waiting for it is quicker."""
-        return self.services.runtimes.is_preparing(self.order.runtime)
+        return self.node.runtimes.is_preparing(self.order.runtime)
 
     async def wait_prepared(self) -> None:
         """Wait until no sibling is preparing it."""
-        await self.services.runtimes.wait_prepared(self.order.runtime)
+        await self.node.runtimes.wait_prepared(self.order.runtime)
 
     def lifetime_s(self) -> float:
         """The seconds after which the dead-man switch ends a container that nothing else removed."""
@@ -300,7 +314,7 @@ class Containers:
         async with AsyncExitStack() as stack:
             opened = [
                 await stack.enter_async_context(
-                    self.services.egress.open(each.network, self.order.runtime.egress)
+                    self.node.egress.open(each.network, self.order.runtime.egress)
                 )
                 for each in runtimes
             ]
@@ -318,7 +332,7 @@ class Containers:
         """
         if isinstance(runtime, Gone):
             return
-        folder, session_id = self.services.log_dir, self.order.identity.session_id
+        folder, session_id = self.node.folder, self.order.identity.session_id
         if artifacts := self.order.runtime.artifacts:
             self.metrics["artifacts"] = await _kept(runtime, artifacts, artifacts_path(folder, session_id))
         if self.order.runtime.keep_workspace:

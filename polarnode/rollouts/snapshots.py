@@ -17,14 +17,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import trio
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from polarnode.containers.frozen import CONFIG, remove_folder, remove_image
 from polarnode.containers.inside import Process
 from polarnode.containers.runtime import PodmanRuntime
+from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes
 from polarnode.containers.snapshots import SnapshotFiles
 from polarnode.core.codec.json import dump_json, plain, read_json, structure
 from polarnode.core.conversation import Json, ModelRequest
@@ -41,12 +42,15 @@ from polarnode.core.snapshots import (
     passes,
     status_of,
 )
-from polarnode.core.task import RuntimeSpec
+from polarnode.core.task import ForkSpec, RuntimeSpec
+from polarnode.core.trajectory import Turn
 from polarnode.gateway.live_sessions import LiveSession
+from polarnode.journal.log.port import QueriesPort
 from polarnode.merge.attach import RESUMED, Plan
-from polarnode.rollouts.services import NodeServices, SessionOrder
+from polarnode.rollouts.services import SessionOrder
 from polarnode.rollouts.session_containers import Containers
 from polarnode.support.bounded import written_whole
+from polarnode.support.metrics import NodeCounters
 
 logger = logging.getLogger(__name__)
 
@@ -164,6 +168,63 @@ def share(folder: Path, snapshot: Snapshot, session_id: str) -> Snapshot:
     return own
 
 
+# ── a node's snapshots ────────────────────────────────────────────────────────
+
+
+class SnapshotCopies(Protocol):
+    """Copies of snapshots, from which other nodes can go on."""
+
+    def put(self, session_id: str, turn: int) -> None:
+        """Copy a snapshot that was just taken. This never waits."""
+
+    async def remove(self, session_id: str, turn: int) -> None:
+        """Remove a copy."""
+
+    async def fetch(self, session_id: str) -> None:
+        """Fetch the snapshots of a session that this node does not have."""
+
+    async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
+        """The turns before a snapshot that came from another node; None if there is no such snapshot."""
+
+    async def sweep(self, log: QueriesPort) -> None:
+        """Remove the copies whose sessions the log has pruned."""
+
+
+class NoCopies:
+    """For a node whose snapshots are on its own disk alone."""
+
+    def put(self, session_id: str, turn: int) -> None:
+        pass
+
+    async def remove(self, session_id: str, turn: int) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def fetch(self, session_id: str) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def turns(self, fork: ForkSpec) -> tuple[Turn, ...] | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def sweep(self, log: QueriesPort) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+@frozen(kw_only=True)
+class NodeSnapshots:
+    """Where the snapshots of a node are: their files in `folder`, and `copies` for other nodes. The snapshots
+    that are taken are counted in `tally`.
+    """
+
+    folder: Path
+    runtimes: NodeRuntimes | AbsentRuntimes
+    copies: SnapshotCopies = field(factory=NoCopies)
+    tally: NodeCounters = field(factory=NodeCounters)
+    # It limits the snapshots at once, which take the disk and the interpreter from each other and from every
+    # other session.
+    limiter: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(2))
+
+
 # ── taking ────────────────────────────────────────────────────────────────────
 
 
@@ -175,7 +236,7 @@ class SessionSnapshots:
     """
 
     order: SessionOrder
-    services: NodeServices
+    node: NodeSnapshots
     live: LiveSession
     runtime: PodmanRuntime
     image_id: str
@@ -259,10 +320,10 @@ class SessionSnapshots:
             return "parallel"
         if plan.reason == RESUMED:  # The state before this turn is the state before the turn that it resumes.
             return "resumed"
-        space = os.statvfs(self.services.log_dir)
+        space = os.statvfs(self.node.folder)
         spec = self.order.spec.snapshot_at
         most = spec.max_mb * (1 + FROZEN_SIZE_FACTOR * spec.freeze)
-        needed = (most + self.services.runtimes.settings.disk_reserve_mb) << 20
+        needed = (most + self.node.runtimes.settings.disk_reserve_mb) << 20
         return "disk" if space.f_bavail * space.f_frsize < needed else None
 
     async def _held(self, plan: Plan, request: ModelRequest) -> str | None:
@@ -280,15 +341,15 @@ class SessionSnapshots:
             spent = trio.current_time() - began
             self.credit(spent - HELD_S)
             self.held_s += spent
-            self.services.tally.snapshot_s += spent
+            self.node.tally.snapshot_s += spent
 
     async def _taken(
         self, plan: Plan, request: ModelRequest, began: float, spent: float, before: tuple[int, ...]
     ) -> str | None:
-        archive = archive_path(self.services.log_dir, self.live.session_id, plan.index)
+        archive = archive_path(self.node.folder, self.live.session_id, plan.index)
         limit = self.order.spec.snapshot_at.max_mb << 20
         await trio.sleep(self.order.harness.settles_s)
-        async with self.services.snapshot_limiter:
+        async with self.node.limiter:
             processes = await self.runtime.processes()
             files = await self.runtime.snapshot(self.order.runtime, archive, limit, measured=self._too_large)
             frozen, not_frozen = await self._freeze_processes(archive)
@@ -312,9 +373,9 @@ class SessionSnapshots:
         self.taken += 1
         self.frozen += frozen is not None
         self._too_large = False
-        self.services.copies.put(self.live.session_id, plan.index)
+        self.node.copies.put(self.live.session_id, plan.index)
         self._kept[plan.index] = size = snapshot.stored_bytes
-        self.services.tally.snapshot(size)
+        self.node.tally.snapshot(size)
         return None
 
     async def _freeze_processes(self, archive: Path) -> tuple[FrozenImage | None, str | None]:
@@ -388,14 +449,14 @@ class SessionSnapshots:
     async def _remove(self, turn: int, why: str) -> None:
         if self._kept.pop(turn, None) is not None:
             self.removed[why] += 1
-            path = archive_path(self.services.log_dir, self.live.session_id, turn)
+            path = archive_path(self.node.folder, self.live.session_id, turn)
             await trio.to_thread.run_sync(remove, path)
-            await self.services.copies.remove(self.live.session_id, turn)
+            await self.node.copies.remove(self.live.session_id, turn)
 
 
 async def open_snapshots(
     order: SessionOrder,
-    services: NodeServices,
+    node: NodeSnapshots,
     live: LiveSession,
     runtime: PodmanRuntime,
     credit: Callable[[float], None],
@@ -405,10 +466,10 @@ async def open_snapshots(
     """Take snapshots of a session from now on. Raises RuntimeFault if its image cannot be inspected."""
     snapshots = SessionSnapshots(
         order=order,
-        services=services,
+        node=node,
         live=live,
         runtime=runtime,
-        image_id=await services.runtimes.image_id(order.runtime),
+        image_id=await node.runtimes.image_id(order.runtime),
         credit=credit,
         spent=spent,
         begun_with=begun_with,
@@ -436,11 +497,11 @@ def _resume_obstacles(
 # ── restoring ─────────────────────────────────────────────────────────────────
 
 
-async def check_image(services: NodeServices, spec: RuntimeSpec, snapshot: Snapshot) -> None:
+async def check_image(runtimes: NodeRuntimes | AbsentRuntimes, spec: RuntimeSpec, snapshot: Snapshot) -> None:
     """Raise ForkError if a task's containers are made of another image than the snapshot's, and RuntimeFault
     if that image is gone.
     """
-    image_id = await services.runtimes.image_id(spec)
+    image_id = await runtimes.image_id(spec)
     if image_id != snapshot.image_id:
         raise ForkError(
             f"the snapshot of session {snapshot.session_id} at turn {snapshot.turn} is of image"
@@ -458,9 +519,9 @@ async def open_restored(containers: Containers, snapshot: Snapshot) -> AsyncIter
     This is for the container of the harness alone, because an evaluator's fresh one never has what a session
     left.
     """
-    services, spec = containers.services, containers.order.runtime
-    archive = archive_path(services.log_dir, snapshot.session_id, snapshot.turn)
-    await check_image(services, spec, snapshot)
+    node = containers.node
+    archive = archive_path(node.folder, snapshot.session_id, snapshot.turn)
+    await check_image(node.runtimes, containers.order.runtime, snapshot)
     if not await trio.Path(archive).is_file():
         raise ForkError(f"the archive of session {snapshot.session_id} at turn {snapshot.turn} is gone")
     async with containers.open() as runtime:
@@ -473,13 +534,13 @@ async def open_frozen(containers: Containers, snapshot: Snapshot) -> AsyncIterat
     """Open a copy of a frozen session's container, with its processes stopped. Raises ForkError if the
     snapshot has no processes or they are gone, and RuntimeFault if they cannot be restored.
     """
-    services, order = containers.services, containers.order
-    folder = frozen_path(archive_path(services.log_dir, snapshot.session_id, snapshot.turn))
+    node, order = containers.node, containers.order
+    folder = frozen_path(archive_path(node.folder, snapshot.session_id, snapshot.turn))
     if snapshot.frozen is None or not await trio.Path(folder / CONFIG).is_file():
         raise ForkError(
             f"the frozen processes of session {snapshot.session_id} at turn {snapshot.turn} are gone"
         )
-    async with services.runtimes.open_frozen(
+    async with node.runtimes.open_frozen(
         order.runtime,
         snapshot.frozen,
         folder,

@@ -171,8 +171,8 @@ async def test_remote_live_stream_logs_and_drain(tmp_path: Path, cluster: Cluste
                     assert changes.node == "b"
         drained = await two.a.post("/v1/fleet/drain", {"node": "b", "draining": True})
         assert drained.json() == {"name": "b", "draining": True}
-        assert two.nodes["b"].scheduler.draining
-        assert not two.nodes["a"].scheduler.draining
+        assert two.nodes["b"].membership.draining
+        assert not two.nodes["a"].membership.draining
         nodes = (await two.a.get("/v1/status")).json()["nodes"]
         assert [(each["name"], each["draining"]) for each in nodes] == [("a", False), ("b", True)]
         assert (await two.a.post("/v1/fleet/drain", {"draining": True})).json()["name"] == "a"
@@ -355,7 +355,7 @@ async def test_silent_and_lost_nodes(tmp_path: Path, cluster: Cluster) -> None:
         assert (silent.status, silent.headers.get("retry-after")) == (503, "5"), silent.text
         assert "does not answer" in error(silent)
         await log._write(_moved, address.decode(), nodes["b"].incarnation)
-        two.nodes["b"].scheduler.draining = True
+        two.nodes["b"].membership.draining = True
         await log.leave(nodes["b"].incarnation)
         gone = await two.a.get(f"/v1/sessions/{session}/log")
         assert gone.status == 404

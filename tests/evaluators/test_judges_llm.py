@@ -384,7 +384,7 @@ async def test_session_judged_over_http(tmp_path: Any) -> None:
         judged_by(says(scores(score=7))) as (judges, endpoint),
         town(tmp_path, {"agent": agent(each=0.01)}) as place,
     ):
-        place.change(judge=judges, judges=judges.names)
+        place.set_judges(judges, judges.names)
         found = await place.one(evaluator=spec)
         with pytest.raises(Refused, match="no judge called 'k'; it has j"):
             place.submit(evaluator=EvaluatorSpec(name="llm_judge", config={"judge": "k", "rubric": "r"}))
@@ -405,7 +405,7 @@ async def test_refusing_judge_costs_only_reward(tmp_path: Any) -> None:
         judged_by(error(401, "no")) as (judges, _),
         town(tmp_path, {"agent": agent(each=0.01)}) as place,
     ):
-        place.change(judge=judges, judges=judges.names)
+        place.set_judges(judges, judges.names)
         found = await place.one(evaluator=spec)
     assert (found.reward, found.outcome.status, found.outcome.boundary, len(found.traces)) == (
         None,

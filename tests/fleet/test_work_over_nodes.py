@@ -24,10 +24,9 @@ from polarnode.client import AsyncPolarnodeClient
 from polarnode.core.task import EvaluationSpec, ForkSpec
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import Log
+from polarnode.rollouts import claims
 from polarnode.rollouts import evaluations as module
-from polarnode.rollouts import scheduler as scheduling
-from polarnode.rollouts.evaluations import Evaluations
-from polarnode.rollouts.forks import ForkElsewhere, ForkNodes
+from polarnode.rollouts.forks import ForkElsewhere, ForkNodes, NoParents
 from polarnode.support.concurrency import open_background
 
 RUNNING = """
@@ -113,13 +112,8 @@ async def test_evaluation_of_lost_node_is_finished(
         await submit(first, "t", evaluator=kit.task(evaluator="WHOLE").evaluator)
         (held,) = await claim(first, lost)
         await first.finish_claim(held, end(held))
-        evaluations = Evaluations(
-            services=town.scheduler.services,
-            journal=journal,
-            log=second,
-            incarnation=lambda: alive,
-            workers=1,
-        )
+        evaluations = kit.make_evaluations(town.scheduler, journal, workers=1)
+        evaluations.log, evaluations.incarnation = second, lambda: alive
         async with open_background(evaluations.run):
             spec = EvaluationSpec(sessions=("t-0",))
             await first.submit_evaluation(
@@ -256,7 +250,7 @@ async def test_misplaced_fork_is_given_back(
     dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs no retry, and this node leaves its place to the other one for a while."""
-    monkeypatch.setattr(scheduling, "AVOID_PLACE_S", 600.0)
+    monkeypatch.setattr(claims, "AVOID_PLACE_S", 600.0)
     async with (
         open_postgres(dsn) as log,
         open_journal(tmp_path / "journal.sqlite", now=lambda: 9.0) as journal,
@@ -264,14 +258,14 @@ async def test_misplaced_fork_is_given_back(
     ):
         asked = list[str]()
 
-        async def elsewhere(fork: ForkSpec) -> None:
-            asked.append(fork.session)
-            await trio.lowlevel.checkpoint()
-            raise ForkElsewhere("it begins at node a, which has session root")
+        class Elsewhere(NoParents):
+            async def insist_here(self, fork: ForkSpec) -> None:
+                asked.append(fork.session)
+                await trio.lowlevel.checkpoint()
+                raise ForkElsewhere("it begins at node a, which has session root")
 
-        services = evolve(town.scheduler.services, journal=journal, insist_here=elsewhere)
-        async with kit.scheduling(log, services, town) as scheduler:
-            await scheduler.join(town.scheduler.facts)
+        async with kit.scheduling(log, town, journal, parents=Elsewhere()) as scheduler:
+            await scheduler.claims.membership.join(town.scheduler.claims.membership.facts)
             other = await join(log, "a")
             spec = evolve(kit.task(), fork=ForkSpec(session="root", turn=0))
             await log.submit(spec, task_id="f", session_ids=("f-0",), submitted=1.0)
@@ -280,7 +274,7 @@ async def test_misplaced_fork_is_given_back(
                 return "attempt:f-0" in await keys(log)
 
             await until(given_back)
-            assert not await log.claim(scheduler._make_offer(10)), "it takes it no more"
+            assert not await log.claim(scheduler.claims._make_offer(10)), "it takes it no more"
             (theirs,) = await claim(log, other)
             assert (theirs.task_id, theirs.attempt, theirs.retries) == ("f", 1, 0)
             assert asked == ["root"]

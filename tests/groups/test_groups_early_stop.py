@@ -75,8 +75,8 @@ async def test_running_siblings_end_with_turns(autojump_clock: Clock, tmp_path: 
         )
         assert sorted(each.session_id for each in place.published) == sorted(ids)
         assert place.log.cancelled == [], "the task was not cancelled, its group had enough"
-        assert place.scheduler.services.tally.groups == {"early": 1}
-        assert place.scheduler.services.tally.stopped_early == 2
+        assert place.scheduler.registry.tally.groups == {"early": 1}
+        assert place.scheduler.registry.tally.stopped_early == 2
 
 
 async def test_waiting_sessions_never_start(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ async def test_two_simultaneous_ends_both_count(autojump_clock: Clock, tmp_path:
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(1))
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "1.0", "early stop in run"]
-        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stopped_early) == (
+        assert (place.scheduler.registry.tally.groups, place.scheduler.registry.tally.stopped_early) == (
             {"early": 1},
             1,
         )
@@ -121,12 +121,12 @@ async def test_only_usable_sessions_count(autojump_clock: Clock, tmp_path: Path)
         place.submit(num_samples=3, evaluator="COUNTS", group=wanting(2))
         await place.over()
         assert {each.outcome.status for each in place.published} == {"failed"}
-        assert place.scheduler.services.tally.groups == {"complete": 1}
+        assert place.scheduler.registry.tally.groups == {"complete": 1}
     async with town(tmp_path, {"agent": agent(turns=1)}) as place:
         place.submit(num_samples=3, evaluator="JUDGES_NOT", group=wanting(1))
         await place.over()
         assert {each.outcome.status for each in place.published} == {"error"}
-        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stopped_early) == (
+        assert (place.scheduler.registry.tally.groups, place.scheduler.registry.tally.stopped_early) == (
             {"dropped": 1},
             0,
         )
@@ -166,7 +166,7 @@ async def test_session_lost_after_stop_not_retried(autojump_clock: Clock, tmp_pa
         await place.over()
         lost = [each for each in place.published if each.outcome.boundary == "node"]
         assert len(place.published) == 3 + len([each for each in lost if each.retried_as is not None])
-        assert place.scheduler.services.tally.groups.total() == 1
+        assert place.scheduler.registry.tally.groups.total() == 1
 
 
 async def test_trainers_cancel_beside_early_stop(autojump_clock: Clock, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ async def test_trainers_cancel_beside_early_stop(autojump_clock: Clock, tmp_path
         assert await place.scheduler.cancel("t")
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "cancelled in run", "cancelled in run"]
-        assert place.scheduler.services.tally.groups == {"partial": 1}
+        assert place.scheduler.registry.tally.groups == {"partial": 1}
     async with town(tmp_path, {"agent": paced(10.0)}) as place:
         place.submit(task_id="t", num_samples=3, evaluator="COUNTS", group=wanting(1))
         while not place.published:  # noqa: ASYNC110 - virtual time
@@ -194,7 +194,7 @@ async def test_unpublishable_session_delays_no_stop(autojump_clock: Clock, tmp_p
         place.notes.refuse = [TypeError("no"), TypeError("no again")]
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
-        assert place.scheduler.services.tally.groups == {}, "a group with a place nobody knows of is nobody's"
+        assert place.scheduler.registry.tally.groups == {}, "a group with a place nobody knows of is nobody's"
         gone = {each.session_id for each in place.notes.started} - {
             each.session_id for each in place.published
         }
@@ -208,7 +208,7 @@ async def test_unpublishable_session_delays_no_stop(autojump_clock: Clock, tmp_p
 async def test_trajectory_records_staleness_at_end(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0, 40.0)}) as place:
         served = ["v0"]
-        place.change(order=lambda _: served)
+        place.scheduler.registry.served_versions = lambda _: served
         place.submit(num_samples=3, evaluator="COUNTS", group=GroupSpec(max_staleness=1))
         await place.until("post")
         await trio.sleep(5)
@@ -217,7 +217,7 @@ async def test_trajectory_records_staleness_at_end(autojump_clock: Clock, tmp_pa
         served.append("and next")
         await place.over()
         assert [each.staleness for each in place.published] == [0, 1, 2]
-        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+        assert (place.scheduler.registry.tally.groups, place.scheduler.registry.tally.stale) == (
             {"partial": 1},
             {"drop": 1},
         )
@@ -225,11 +225,11 @@ async def test_trajectory_records_staleness_at_end(autojump_clock: Clock, tmp_pa
 
 async def test_too_stale_session_does_not_count(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.change(order=lambda _: ("v0", "next"))
+        place.scheduler.registry.served_versions = lambda _: ("v0", "next")
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0))
         await place.over()
         assert [(each.reward, each.staleness) for each in place.published] == [(1.0, 1), (1.0, 1)]
-        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+        assert (place.scheduler.registry.tally.groups, place.scheduler.registry.tally.stale) == (
             {"dropped": 1},
             {"drop": 2},
         )
@@ -237,11 +237,11 @@ async def test_too_stale_session_does_not_count(autojump_clock: Clock, tmp_path:
 
 async def test_session_marked_stale_counts(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, {"agent": paced(10.0, 20.0)}) as place:
-        place.change(order=lambda _: ("v0", "next"))
+        place.scheduler.registry.served_versions = lambda _: ("v0", "next")
         place.submit(num_samples=2, evaluator="COUNTS", group=wanting(1, max_staleness=0, stale="mark"))
         await place.over()
         assert sorted(ends(place).values()) == ["1.0", "early stop in run"]
-        assert (place.scheduler.services.tally.groups, place.scheduler.services.tally.stale) == (
+        assert (place.scheduler.registry.tally.groups, place.scheduler.registry.tally.stale) == (
             {"early": 1},
             {"mark": 1},
         ), "the other is unusable for another reason"
@@ -306,7 +306,7 @@ async def test_recovered_group_continues_until_enough(tmp_path: Path) -> None:
         while scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
             await trio.sleep(0.01)
         await scheduler.registry.results.delivered()
-        assert scheduler.services.tally.groups == {"early": 1}
+        assert scheduler.registry.tally.groups == {"early": 1}
     group = await the_group(path)
     assert (group.state, len(group.members), sum(member.usable for member in group.members)) == (
         "early",

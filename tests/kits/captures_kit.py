@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from attrs import define, frozen
 from control_plane_parts import Caller, TaskTaker
 from fakes_runtime import MemoryRuntimes
 from plane_kit import ANYWHERE, CONTEXT
+from session_kit import make_evaluations
 from tokens_kit import model
 
 from polarnode.api.app import Extension, control_plane
@@ -35,10 +37,16 @@ from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
+from polarnode.rollouts.admission import TaskAdmission
 from polarnode.rollouts.captures import Captures
-from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.forks import NoParents
+from polarnode.rollouts.freezer import ContainerFreezer
+from polarnode.rollouts.lifecycle import LiveSessionFactory
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
-from polarnode.rollouts.services import NodeIdentity, NodeServices, StageSlots
+from polarnode.rollouts.services import NoCachePlaces, NodeIdentity, StageSlots
+from polarnode.rollouts.session import SessionServices
+from polarnode.rollouts.session_containers import NodeContainers
+from polarnode.rollouts.snapshots import NodeSnapshots
 from polarnode.support.concurrency import PrioritySemaphore
 from polarnode.support.metrics import NodeCounters
 
@@ -102,44 +110,54 @@ async def open_capture_node(
             CaptureEndpoint(plane, public=certificate is not None), ANYWHERE, certificate=certificate
         ) as door,
     ):
-        services = NodeServices(
-            identity=NodeIdentity(node="node-0", model="tiny"),
+        runtimes: Any = MemoryRuntimes()  # held to the same contract as the real ones
+        drops_thinking = served.template.drops_thinking_before
+        services = SessionServices(
             journal=journal,
-            runtimes=MemoryRuntimes(),  # type: ignore[arg-type]  # held to the same contract as the real one
             stages=StageSlots(
                 live=PrioritySemaphore(limit=0),
                 init=PrioritySemaphore(limit=0),
                 run=PrioritySemaphore(limit=0),
                 post=PrioritySemaphore(limit=1),  # of evaluations again
             ),
+            parents=NoParents(),
+            snapshots=NodeSnapshots(folder=folder, runtimes=runtimes, tally=tally),
+            drops_thinking=drops_thinking,
+            containers=NodeContainers(runtimes=runtimes, ensure_image=no_container, folder=folder),
             serve_endpoint=no_container,
             context_length=CONTEXT,
-            log_dir=folder,
-            ensure_image=no_container,
-            drops_thinking=served.template.drops_thinking_before,
+            places=NoCachePlaces(),
+            freezer=ContainerFreezer(),
             judge=no_container,
-            tally=tally,
-            scoring=scoring or ScoringEngines(),
         )
         async with trio.open_nursery() as nursery:
             scheduler = make_scheduler(
                 SqliteLog(journal),
-                services,
                 nursery,
+                admission=TaskAdmission(
+                    identity=NodeIdentity(node="node-0", model="tiny"),
+                    context_length=CONTEXT,
+                    scoring=scoring or ScoringEngines(),
+                ),
+                services=services,
+                session_factory=LiveSessionFactory(
+                    journal=journal, tally=tally, drops_thinking=drops_thinking
+                ),
                 sessions_by_key=sessions_by_key,
                 now=journal.now,
                 most_claimed=0,
                 warm=0,
             )
-            joined = await scheduler.log.join(NodeFacts(name="node-0"))
-            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+            await scheduler.claims.membership.join(NodeFacts(name="node-0"))
             await nursery.start(started, scheduler.registry.results.run)
-            await nursery.start(started, scheduler.run)
+            await nursery.start(started, partial(scheduler.claims.run, scheduler))
             captures = Captures(
                 nursery=nursery,
-                services=services,
+                admission=scheduler.admission,
                 registry=scheduler.registry,
+                session_factory=scheduler.session_factory,
                 sessions_by_key=sessions_by_key,
+                places=services.places,
                 journal=journal,
                 log=scheduler.log,
                 base_url=f"http{'' if certificate is None else 's'}://{door.host}:{door.port}",
@@ -147,18 +165,12 @@ async def open_capture_node(
                 limit=limit,
             )
             service = TaskTaker(journal=journal, captures=captures)
-            evaluations = Evaluations(
-                services=services,
-                journal=journal,
-                log=scheduler.log,
-                incarnation=lambda: scheduler.incarnation,
-                workers=1,
-            )
+            evaluations = make_evaluations(scheduler, journal, workers=1)
             nursery.start_soon(evaluations.run, trio.Event())
             rows = (
                 *CaptureRoutes(captures=captures).rows(),
                 *EvaluationRoutes(evaluations=evaluations).rows(),
-                *ScoreRoutes(scoring=services.scoring).rows(),
+                *ScoreRoutes(scoring=scheduler.admission.scoring).rows(),
             )
             app = control_plane(
                 ControlRoutes(service=service).rows(),

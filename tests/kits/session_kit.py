@@ -7,8 +7,9 @@ closed, all gates empty, nothing wanted warm, one trajectory a session, and each
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import Any, cast
@@ -19,6 +20,7 @@ from attrs import define, evolve, field
 from fakes_runtime import Call, MemoryRuntime, MemoryRuntimes, ProgramFunction
 from memory_log import MemoryLog
 
+from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.core import ports
 from polarnode.core.conversation import Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import EvaluatorError, ForkError
@@ -34,18 +36,25 @@ from polarnode.journal.log.port import Claim, Log, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.merge.invariants import check
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.admission import admitted
+from polarnode.rollouts.admission import TaskAdmission, TaskSubmission, admitted
+from polarnode.rollouts.evaluations import Evaluations
+from polarnode.rollouts.forks import ForkNodes, ForkParents, NoParents
+from polarnode.rollouts.freezer import ContainerFreezer
+from polarnode.rollouts.lifecycle import LiveSessionFactory
 from polarnode.rollouts.scheduler import Scheduler, make_scheduler
 from polarnode.rollouts.services import (
     CachePlaces,
     NoCachePlaces,
     NodeIdentity,
-    NodeServices,
+    SessionJournal,
     SessionOrder,
     StageSlots,
 )
-from polarnode.rollouts.session import Session
+from polarnode.rollouts.session import Session, SessionServices
+from polarnode.rollouts.session_containers import NodeContainers
+from polarnode.rollouts.snapshots import NoCopies, NodeSnapshots, SnapshotCopies
 from polarnode.support.concurrency import PrioritySemaphore, open_background
+from polarnode.support.metrics import NodeCounters
 
 ALLOWED = ("session_kit",)
 
@@ -120,10 +129,10 @@ class MemoryNode:
     nursery: trio.Nursery
     doors: "Counter[str]"
 
-    def change(self, **services: Any) -> None:
-        """Offer the next sessions other services."""
-        self.scheduler.services = evolve(self.scheduler.services, **services)
-        self.scheduler.registry.services = self.scheduler.services
+    def set_judges(self, judge: Any, names: frozenset[str]) -> None:
+        """Give the next tasks and sessions these judges."""
+        self.scheduler.admission = evolve(self.scheduler.admission, judges=names)
+        self.scheduler.services = evolve(self.scheduler.services, judge=judge)
 
     @property
     def published(self) -> list[Trajectory]:
@@ -136,11 +145,12 @@ class MemoryNode:
 
     def submit(self, **more: Any) -> list[str]:
         spec = task(**more)
-        self.scheduler.check(spec)
+        self.scheduler.registry.require_not_stopping("tasks")
+        self.scheduler.admission.admit(spec)
         task_id = spec.task_id or f"task-{len(self.log.tasks)}"
         ids = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))
         self.log.put(spec, task_id, ids)
-        for claim in self.log.claim_now():  # as the scheduler does in its next step
+        for claim in self.log.claim_now():  # as the claims do in their next look
             self.scheduler.begin(claim)
         return list(ids)
 
@@ -205,7 +215,9 @@ async def town(
     post: int = 8,
     warm: int = 2,
     places: CachePlaces | None = None,
+    egress: Any = None,
 ) -> AsyncIterator[MemoryNode]:
+    runtimes: Any  # held to the same contract as the real ones
     runtimes, notes, sessions_by_key, doors = (
         Containers(programs=dict(programs or {})),
         Notebook(),
@@ -220,26 +232,36 @@ async def town(
         run=PrioritySemaphore(limit=run),
         post=PrioritySemaphore(limit=post),
     )
-    services = NodeServices(
+    tally, egress = NodeCounters(), egress or NodeEgress()
+    admission = TaskAdmission(
         identity=NodeIdentity(node="n0", model="tiny"),
+        context_length=4096,
+        allowed_imports=ALLOWED,
+        egress=egress.names,
+    )
+    services = SessionServices(
         journal=notes,
-        runtimes=runtimes,  # type: ignore[arg-type]  # held to the same contract as the real one
         stages=stages,
+        parents=NoParents(),
+        snapshots=NodeSnapshots(folder=tmp_path, runtimes=runtimes, tally=tally),
+        drops_thinking=drops_thinking,
+        containers=NodeContainers(
+            runtimes=runtimes, ensure_image=_ensure_image, folder=tmp_path, egress=egress
+        ),
         serve_endpoint=lambda session_id, door: _serve_door(doors, session_id, door),
         context_length=4096,
-        log_dir=tmp_path,
-        ensure_image=_ensure_image,
-        drops_thinking=lambda new: any(message.role == "user" for message in new),
-        judge=no_judge,
-        allowed_imports=ALLOWED,
         places=places or NoCachePlaces(),
+        freezer=ContainerFreezer(),
+        judge=no_judge,
     )
     async with trio.open_nursery() as nursery:
         log = MemoryLog(notes.turns_of)
         scheduler = make_scheduler(
             cast(Log, log),
-            services,
             nursery,
+            admission=admission,
+            services=services,
+            session_factory=LiveSessionFactory(journal=notes, tally=tally, drops_thinking=drops_thinking),
             sessions_by_key=sessions_by_key,
             now=lambda: 0.0,
             most_claimed=1_000,
@@ -247,8 +269,8 @@ async def town(
         )
         scheduler.registry.results.now = notes.pack_time
         joined = await log.join(NodeFacts(name="n0"))
-        scheduler.incarnation = joined.incarnation
-        async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+        scheduler.claims.membership.incarnation = joined.incarnation
+        async with running(scheduler):
             found = MemoryNode(scheduler, runtimes, notes, log, sessions_by_key, stages, nursery, doors)
             yield found
             await found.over()
@@ -268,6 +290,44 @@ async def _serve_door(doors: "Counter[str]", session_id: str, door: socket) -> A
 
 
 @asynccontextmanager
+async def running(scheduler: Scheduler) -> AsyncIterator[None]:
+    """The scheduler claims places and delivers results for as long as the block."""
+    async with (
+        open_background(scheduler.registry.results.run),
+        open_background(partial(scheduler.claims.run, scheduler)),
+    ):
+        yield
+
+
+async def submit(scheduler: Scheduler, spec: TaskSpec, **more: Any) -> tuple[str, tuple[str, ...]]:
+    """Submit a task as the node of the scheduler does. Gives its id and those of its sessions."""
+    submission = TaskSubmission(
+        log=scheduler.log,
+        admission=scheduler.admission,
+        registry=scheduler.registry,
+        now=scheduler.now,
+        runs_tasks=True,
+    )
+    return await submission.submit(spec, **more)
+
+
+def make_evaluations(scheduler: Scheduler, journal: Journal, *, workers: int) -> Evaluations:
+    """The evaluations of the scheduler's node."""
+    services, membership = scheduler.services, scheduler.claims.membership
+    return Evaluations(
+        admission=scheduler.admission,
+        stages=services.stages,
+        containers=services.containers,
+        judge=services.judge,
+        copies=services.snapshots.copies,
+        journal=journal,
+        log=scheduler.log,
+        incarnation=lambda: membership.incarnation,
+        workers=workers,
+    )
+
+
+@asynccontextmanager
 async def life(
     path: Path, programs: Mapping[str, ProgramFunction]
 ) -> AsyncIterator[tuple[Journal, Scheduler, MemoryNode]]:
@@ -275,16 +335,10 @@ async def life(
     sessions.
     """
     async with open_journal(path, now=time.time) as journal, town(path.parent, programs) as place:
-        services = evolve(
-            place.scheduler.services,
-            identity=NodeIdentity(node="n1", model="tiny"),
-            journal=journal,
-            fork_parent=journal.fork_parent,
-            earlier_attempts=journal.earlier_attempts,
-        )
-        async with scheduling(SqliteLog(journal), services, place) as scheduler:
-            joined = await scheduler.log.join(NodeFacts(name="n1"))
-            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+        log, identity = SqliteLog(journal), NodeIdentity(node="n1", model="tiny")
+        parents = ForkNodes(log=log, journal=journal, node="n1", snapshots=path.parent)
+        async with scheduling(log, place, journal, identity=identity, parents=parents) as scheduler:
+            await scheduler.claims.membership.join(NodeFacts(name="n1"))
             yield journal, scheduler, place
             while scheduler.log.open_places > len(scheduler.registry.results.unwritten):  # noqa: ASYNC110
                 await trio.sleep(0.005)
@@ -293,24 +347,47 @@ async def life(
 
 @asynccontextmanager
 async def scheduling(
-    log: Log, services: NodeServices, place: MemoryNode, held: ResultStore | None = None
+    log: Log,
+    place: MemoryNode,
+    journal: SessionJournal,
+    *,
+    identity: NodeIdentity | None = None,
+    allowed_imports: tuple[str, ...] = ALLOWED,
+    parents: ForkParents | None = None,
+    copies: SnapshotCopies | None = None,
+    held: ResultStore | None = None,
 ) -> AsyncIterator[Scheduler]:
-    """A scheduler that claims from a log of its own, or from a shared one. Leaving it waits for the sessions
-    that began.
+    """A scheduler over the containers of `place` that claims from a log of its own, or from a shared one, and
+    records in another journal. Leaving it waits for the sessions that began.
     """
+    usual = place.scheduler
     scheduler = make_scheduler(
         log,
-        services,
         place.nursery,
+        admission=evolve(
+            usual.admission, identity=identity or usual.admission.identity, allowed_imports=allowed_imports
+        ),
+        services=evolve(
+            usual.services,
+            journal=journal,
+            parents=parents or NoParents(),
+            snapshots=evolve(usual.services.snapshots, copies=copies or NoCopies()),
+        ),
+        session_factory=evolve(usual.session_factory, journal=journal),
         sessions_by_key=place.sessions_by_key,
         now=time.time,
         most_claimed=1_000,
         warm=0,
         held=held,
     )
-    async with open_background(scheduler.registry.results.run), open_background(scheduler.run):
+    async with running(scheduler):
         yield scheduler
         await scheduler.registry.stop(cancel=False)
+
+
+def drops_thinking(new: Sequence[Message]) -> bool:
+    """As a template that leaves out earlier thinking when the user says something."""
+    return any(message.role == "user" for message in new)
 
 
 async def _ensure_image(name: str) -> None:

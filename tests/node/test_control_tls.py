@@ -65,7 +65,7 @@ async def test_nodes_follow_renewed_certificate(tmp_path: Path, monkeypatch: pyt
                 shown.digest,
             }:
                 await trio.sleep(0.05)
-            assert renewed.scheduler.facts.certificate == shown.digest, "if it joins again"
+            assert renewed.membership.facts.certificate == shown.digest, "if it joins again"
             (tmp_path / "b" / "engine-0.log").write_text("words")
             await trio.sleep(NODES_INTERVAL_S)
             assert "b/engine-0" in [each.name for each in await client.node_logs()]

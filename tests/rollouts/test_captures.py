@@ -438,8 +438,7 @@ async def test_calls_held_cost_no_time(tmp_path: Path) -> None:
     small = evolve(settings.simulated.simulation, kv_tokens=2_000)
     settings = evolve(settings, simulated=evolve(settings.simulated, simulation=small))
     async with open_engines(settings) as engines, open_capture_node(tmp_path, engines) as desk:
-        services = evolve(desk.captures.services, places=engines)
-        desk.captures.services = desk.captures.registry.services = services
+        desk.captures.places = desk.captures.registry.places = engines
         filling = 0
         while engines.begin_session(f"other{filling}", "pi", "g", [].append) is None:
             filling += 1
@@ -689,8 +688,7 @@ async def test_node_death_interrupts_open_capture(tmp_path: Path) -> None:
         await in_thread(Told(opened["env"]).chat)
         await desk.journal.flush()
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
-        services = evolve(here.scheduler.services, journal=journal)
-        async with scheduling(SqliteLog(journal), services, here) as scheduler:
+        async with scheduling(SqliteLog(journal), here, journal) as scheduler:
             await recover(journal, scheduler, NodeFacts(name="n1"), lambda text: None)
             assert scheduler.statistics().live == 0, "the node can not run its harness again"
         found, record = await journal.trajectory(opened["session_id"]), await journal.task("t")
@@ -723,8 +721,8 @@ async def test_session_needs_its_adapter_until_end(
     ):
         registry, adapters = desk.captures.registry, engines.adapters
         served = {"": ("0", "1", "2"), "a": ("a-1", "a-2")}
-        services = evolve(desk.captures.services, adapters=adapters, order=lambda name: served[name])
-        desk.captures.services = registry.services = services
+        desk.captures.admission = evolve(desk.captures.admission, adapters=adapters)
+        registry.adapters, registry.served_versions = adapters, lambda name: served[name]
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         refused = await desk.caller.post("/v1/capture", {"adapter": "b"})
         assert (refused.status, refused.json()["error"]["path"]) == (400, "$.adapter")

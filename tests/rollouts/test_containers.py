@@ -165,8 +165,7 @@ async def test_all_stages_reach_same_names(autojump_clock: Clock, tmp_path: Path
 
     names = ("step", "agent", "evaluation", "test")
     steps = {"prepare": (PrepareStep(argv=("step",)),), "eval_prepare": (PrepareStep(argv=("evaluation",)),)}
-    async with town(tmp_path, {name: notes(name) for name in names}) as place:
-        place.change(egress=proxies)
+    async with town(tmp_path, {name: notes(name) for name in names}, egress=proxies) as place:
         judged = EvaluatorSpec(name="command", config={"argv": ["test"]})
         found = await place.one(runtime=RuntimeSpec(egress=("pypi.example",), **steps), evaluator=judged)
         assert seen == dict.fromkeys(names, "http://127.0.0.1:9")
@@ -182,8 +181,7 @@ async def test_all_stages_reach_same_names(autojump_clock: Clock, tmp_path: Path
 async def test_fresh_evaluator_containers_reach_names(autojump_clock: Clock, tmp_path: Path) -> None:
     """Both containers of a fresh evaluator reach the allowed names."""
     proxies = Proxies()
-    async with town(tmp_path, {"agent": agent()}) as place:
-        place.change(egress=proxies)
+    async with town(tmp_path, {"agent": agent()}, egress=proxies) as place:
         found = await place.one(
             runtime=RuntimeSpec(egress=("a",)), evaluator=EvaluatorSpec(import_path="session_kit:TAKES")
         )

@@ -12,14 +12,14 @@ import pytest
 import trio
 from attrs import evolve
 from keeper_kit import KEEPER_HARNESS, Keeper, programs
-from session_kit import life, order, task, town
+from session_kit import life, order, submit, task, town
 
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import ForkSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.journal.journal import open_journal
 from polarnode.merge.trajectory import Identity
-from polarnode.rollouts.forks import find_continuation
+from polarnode.rollouts.forks import NoParents, find_continuation
 from polarnode.rollouts.snapshots import archive_path, list_snapshots
 
 
@@ -32,7 +32,7 @@ async def attempts(folder: Path, spec: TaskSpec, keeper: Keeper) -> list[Traject
     """A task's session and those that took its place, in order."""
     path = folder / "journal.sqlite"
     async with life(path, programs(keeper)) as (_, scheduler, _):
-        _, (name,) = await scheduler.submit(spec)
+        _, (name,) = await submit(scheduler, spec)
         while scheduler.statistics().live:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.1)
     found, after = list[Trajectory](), name
@@ -93,13 +93,14 @@ async def test_without_snapshots_attempt_starts_over(tmp_path: Path, snapshot_at
 
 
 async def test_no_snapshot_lookup_unless_asked(tmp_path: Path) -> None:
-    async def never(_: Identity) -> Any:
-        raise AssertionError("the journal was read")
+    class Unasked(NoParents):
+        async def earlier_attempts(self, place: Identity) -> Any:
+            raise AssertionError("the journal was read")
 
     off = SnapshotSpec(turns=(2,), resume_lost=False)
     first, second = order(spec_of(2)), evolve(order().identity, attempt=1)
     async with town(tmp_path) as place:
-        place.change(earlier_attempts=never)
+        snapshots = place.scheduler.services.snapshots
         for each in (
             first,
             evolve(order(spec_of()), identity=second),
@@ -108,7 +109,7 @@ async def test_no_snapshot_lookup_unless_asked(tmp_path: Path) -> None:
                 order(task(snapshot_at=SnapshotSpec(turns=(2,)))), identity=second
             ),  # a harness that cannot
         ):
-            assert await find_continuation(each, place.scheduler.services) is None
+            assert await find_continuation(each, snapshots, Unasked()) is None
 
 
 async def test_different_request_starts_over(tmp_path: Path) -> None:

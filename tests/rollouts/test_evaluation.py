@@ -27,9 +27,10 @@ async def test_run_outcome_is_separate_from_verdict(autojump_clock: Clock, tmp_p
     runtime: Any = MemoryRuntime()
     failed = Outcome(status="failed", exit_code=3, log_tail="last words")
     async with town(tmp_path) as place:
+        containers = place.scheduler.services.containers
         orders = [kit.order(kit.task(evaluator=name)) for name in ("COUNTS", "RAISES")]
         results = [
-            await evaluated(Containers(each, place.scheduler.services), runtime, failed, ())
+            await evaluated(Containers(each, containers), kit.no_judge, runtime, failed, ())
             for each in orders
         ]
         assert place.runtimes.opened == [], "no fresh runtime was asked for"
@@ -307,7 +308,7 @@ async def test_evaluator_container_demand_ends_when_opened(autojump_clock: Clock
     """A second container is in demand until the evaluator has it."""
     told: list[tuple[float, int]] = []
     async with town(tmp_path, {"agent": writes}) as place:
-        demand = place.scheduler._container_demand
+        demand = place.scheduler.container_demand
         want, began = demand.prewarm, trio.current_time()
 
         def noting(spec: RuntimeSpec, count: int) -> None:

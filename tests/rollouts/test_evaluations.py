@@ -18,7 +18,7 @@ from attrs import define, evolve
 from fakes_runtime import Call, ProgramFunction
 from journal_samples import write_sessions
 from judge_kit import ScriptedJudge
-from session_kit import MemoryNode, agent, scheduling, task, town
+from session_kit import MemoryNode, agent, make_evaluations, scheduling, submit, task, town
 
 from polarnode.containers.files import workspace_path
 from polarnode.core.errors import Conflict, EvaluatorError, JournalDamaged, Refused
@@ -68,7 +68,7 @@ class Place:
     evaluations: Evaluations
 
     async def session(self, **more: Any) -> Trajectory:
-        _, (session_id,) = await self.town.scheduler.submit(task(**more))
+        _, (session_id,) = await submit(self.town.scheduler, task(**more))
         with trio.fail_after(60):
             while self.town.scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
                 await trio.sleep(0.005)
@@ -109,10 +109,8 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
         town(tmp_path / "sessions", writes(content)) as around,
     ):
         (tmp_path / "sessions").mkdir(exist_ok=True)
-        services = evolve(around.scheduler.services, journal=journal)
-        async with scheduling(SqliteLog(journal), services, around) as scheduler:
-            joined = await scheduler.log.join(NodeFacts(name="n0"))
-            scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
+        async with scheduling(SqliteLog(journal), around, journal) as scheduler:
+            await scheduler.claims.membership.join(NodeFacts(name="n0"))
             around.scheduler = scheduler
             async with evaluating(around, journal) as evaluations:
                 yield Place(around, journal, evaluations)
@@ -120,14 +118,7 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def evaluating(around: MemoryNode, journal: Journal) -> AsyncIterator[Evaluations]:
-    scheduler = around.scheduler
-    evaluations = Evaluations(
-        services=scheduler.services,
-        journal=journal,
-        log=scheduler.log,
-        incarnation=lambda: scheduler.incarnation,
-        workers=2,
-    )
+    evaluations = make_evaluations(around.scheduler, journal, workers=2)
     async with open_background(evaluations.run):
         yield evaluations
 
@@ -137,7 +128,7 @@ async def test_unavailable_judge_is_asked_again(tmp_path: Path) -> None:
         raise EvaluatorError("judge 'j' does not answer")
 
     async with place(tmp_path) as here:
-        here.town.change(judge=down, judges=frozenset({"j"}))
+        here.town.set_judges(down, frozenset({"j"}))
         first = await here.session(evaluator=JUDGED)
         assert (first.outcome.boundary, first.reward) == ("evaluator", None)
         assert first.metrics["run_outcome"] == {
@@ -150,7 +141,7 @@ async def test_unavailable_judge_is_asked_again(tmp_path: Path) -> None:
         }
         before = here.published()
         judge = ScriptedJudge([GOOD])
-        here.evaluations.services = evolve(here.town.scheduler.services, judge=judge)
+        here.evaluations.admission, here.evaluations.judge = here.town.scheduler.admission, judge
         found = await here.again(first.session_id, reason="the judge was down")
         (one,) = found.sessions
         assert (one.state, one.n, one.first_reward, one.reward) == ("evaluated", 1, None, 1.0)
@@ -191,7 +182,7 @@ async def test_missing_sessions_are_reported(tmp_path: Path) -> None:
         bare = await here.session(evaluator=user("READS"))
         kept = await here.session(evaluator=user("WHOLE"), runtime=KEEPS)
         write_sessions(here.journal)  # sessions of another harness, which never had a container
-        await here.town.scheduler.submit(task(evaluator=user("HANGS")))
+        await submit(here.town.scheduler, task(evaluator=user("HANGS")))
         await here.town.until("post")
         (running,) = (each.session_id for each in here.town.scheduler.sessions() if each.outcome is None)
         await here.journal.flush()
@@ -242,7 +233,7 @@ async def test_interrupted_session_gets_no_reward(tmp_path: Path) -> None:
 
     async with place(tmp_path) as here:
         here.town.runtimes.programs["agent"] = hangs
-        _, (session_id,) = await here.town.scheduler.submit(task(evaluator=user("WHOLE")))
+        _, (session_id,) = await submit(here.town.scheduler, task(evaluator=user("WHOLE")))
         await until(lambda: here.town.scheduler.cancel_session(session_id))
         await until(lambda: not here.town.scheduler.log.open_places)
         await here.journal.flush()

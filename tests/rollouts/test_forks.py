@@ -10,7 +10,7 @@ import pytest
 import trio
 from attrs import evolve
 from fakes_runtime import ProgramFunction
-from session_kit import agent, claim_of, life, task
+from session_kit import agent, claim_of, life, submit, task
 
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
@@ -32,7 +32,7 @@ def programs(program: ProgramFunction | None = None) -> dict[str, ProgramFunctio
 async def parent_in(path: Path) -> Trajectory:
     """A session of four turns, of an earlier life."""
     async with life(path, programs()) as (_, scheduler, _):
-        _, (name,) = await scheduler.submit(task())
+        _, (name,) = await submit(scheduler, task())
     async with open_journal(path, now=time.time) as journal:
         found = await journal.trajectory(name)
     assert found is not None
@@ -48,7 +48,7 @@ async def forked(
     path: Path, spec: TaskSpec, program: ProgramFunction | None = None
 ) -> tuple[Trajectory, ...]:
     async with life(path, programs(program)) as (journal, scheduler, _):
-        _, names = await scheduler.submit(spec)
+        _, names = await submit(scheduler, spec)
     async with open_journal(path, now=time.time) as journal:
         found = [await journal.trajectory(name) for name in names]
         records = [await journal.session(name) for name in names]
@@ -116,7 +116,7 @@ async def test_killed_node_keeps_partial_fork(tmp_path: Path) -> None:
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     with pytest.RaisesGroup(KeyError, flatten_subgroups=True):
         async with life(path, programs(agent(turns=3, each=0.01, endless=True))) as (journal, scheduler, _):
-            _, (name,) = await scheduler.submit(spec)
+            _, (name,) = await submit(scheduler, spec)
             with trio.fail_after(30):
                 while len(await journal.turns(name)) < 3:  # noqa: ASYNC110 - it has no event
                     await trio.sleep(0.02)
@@ -151,7 +151,7 @@ async def test_retried_fork_may_inherit_everything(tmp_path: Path) -> None:
     spec = fork_of(parent.session_id, 2, budgets={"retries": 1})
     broken = agent(turns=1, each=0.01, ends=RuntimeFault("the container died"))
     async with life(path, programs(broken)) as (_, scheduler, _):
-        _, (name,) = await scheduler.submit(spec)
+        _, (name,) = await submit(scheduler, spec)
     async with open_journal(path, now=time.time) as journal:
         first = await journal.trajectory(name)
         assert first is not None
@@ -194,8 +194,8 @@ async def test_resumed_session_begins_with_parent_turns(tmp_path: Path) -> None:
     parent = await parent_in(path)
     async with life(path, programs()) as (journal, scheduler, _):
         spec = fork_of(parent.session_id, 2)
-        identity = scheduler.identity_of(claim_of("s", spec))
-        live = scheduler.registry.open(identity, spec)
+        identity = scheduler.admission.identity.session_identity(claim_of("s", spec))
+        live = scheduler.session_factory.open(identity, spec)
         begin_with_parent(live, parent.turns[:2], References("p", b"theirs"), None, 2)
         assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
         assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
@@ -207,9 +207,8 @@ async def test_resumed_session_begins_with_parent_turns(tmp_path: Path) -> None:
 
 async def test_retried_fork_starts_without_inheritance(tmp_path: Path) -> None:
     async with life(tmp_path / "journal.sqlite", {}) as (_, scheduler, _):
-        identity = scheduler.identity_of(claim_of("s2", task(fork=ForkSpec(session="p", turn=3)), attempt=1))
-        assert identity.forked_from == ForkedFrom(
-            session_id="p", turn=3, got=3, by=ForkSpec(session="p", turn=3).by
-        )
+        here, fork = scheduler.admission.identity, ForkSpec(session="p", turn=3)
+        identity = here.session_identity(claim_of("s2", task(fork=fork), attempt=1))
+        assert identity.forked_from == ForkedFrom(session_id="p", turn=3, got=3, by=fork.by)
         assert (identity.attempt, identity.continued_from) == (1, None)
-        assert scheduler.identity_of(claim_of("s", task())).forked_from is None
+        assert here.session_identity(claim_of("s", task())).forked_from is None

@@ -73,13 +73,10 @@ async def life(
         open_journal(path, now=time.time) as journal,
         town(path.parent, programs or {"agent": agent(each=0.01)}) as place,
     ):
-        services = evolve(
-            place.scheduler.services,
-            identity=NodeIdentity(node="n1", model="tiny-2"),
-            journal=journal,
-            allowed_imports=import_paths,
-        )
-        async with scheduling(SqliteLog(journal), services, place) as scheduler:
+        log, identity = SqliteLog(journal), NodeIdentity(node="n1", model="tiny-2")
+        async with scheduling(
+            log, place, journal, identity=identity, allowed_imports=import_paths
+        ) as scheduler:
             yield journal, scheduler
 
 

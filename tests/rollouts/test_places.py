@@ -105,7 +105,7 @@ async def test_lost_session_is_replaced_by_fresh(autojump_clock: Clock, tmp_path
             "who waits counts places"
         )
         assert (place.scheduler.statistics().retried, place.scheduler.statistics().ended) == (1, 1)
-        assert (place.scheduler.services.tally.sessions, place.scheduler.services.tally.replaced) == (
+        assert (place.scheduler.registry.tally.sessions, place.scheduler.registry.tally.replaced) == (
             {"completed": 1},
             {"runtime": 1},
         )
@@ -142,7 +142,7 @@ async def test_repeatedly_lost_place_ends_with_last(autojump_clock: Clock, tmp_p
             (2, "runtime"),
         ]
         assert [each.retried_as for each in every] == [every[1].session_id, every[2].session_id, None]
-        assert place.scheduler.services.tally.sessions == {"error": 1}
+        assert place.scheduler.registry.tally.sessions == {"error": 1}
 
 
 @pytest.mark.parametrize("program", [agent(ends=1), agent(ends=139), agent(endless=True)])
@@ -245,7 +245,7 @@ async def test_unencodable_lost_session_keeps_its_place(
         await place.over()
         lost, kept = attempts(place)
         assert (lost.outcome.boundary, lost.traces, len(lost.turns)) == ("node", (), 2)
-        assert (kept.outcome.status, place.scheduler.services.tally.replaced) == ("completed", {"node": 1})
+        assert (kept.outcome.status, place.scheduler.registry.tally.replaced) == ("completed", {"node": 1})
     assert any(
         "met a bug" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records
     )

@@ -19,6 +19,7 @@ from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log import patience
 from polarnode.journal.log.port import Claim, EndedSession, FinishAnswer, Log
+from polarnode.rollouts.membership import LogMembership
 from polarnode.rollouts.results import STOP_WAIT_S, SessionResults
 from polarnode.support.concurrency import open_background
 
@@ -54,7 +55,11 @@ async def node(folder: Path, log: Log) -> AsyncIterator[Here]:
 
     async with open_journal(folder / "journal.sqlite", now=lambda: NOW) as journal:
         results = SessionResults(
-            log=log, now=lambda: NOW, on_filled=on_filled, held=ResultStore(journal, lambda: NOW)
+            log=log,
+            membership=LogMembership(log),
+            now=lambda: NOW,
+            on_filled=on_filled,
+            held=ResultStore(journal, lambda: NOW),
         )
         yield Here(journal, results, filled)
 
@@ -63,9 +68,9 @@ async def test_results_wait_for_log(tmp_path: Path) -> None:
     """A session that ends while the log is away is held, and has its place as soon as it answers."""
     with running_cluster() as cluster:
         async with open_postgres(cluster.database()) as log, node(tmp_path, log) as here:
-            here.results.incarnation = await join(log)
+            here.results.membership.incarnation = await join(log)
             await submit(log, "t")
-            (held,) = await claim(log, here.results.incarnation)
+            (held,) = await claim(log, here.results.membership.incarnation)
             await trio.to_thread.run_sync(cluster.crash)
             async with open_background(here.results.run):
                 whole = here.end(held)
@@ -117,13 +122,13 @@ async def test_next_life_delivers_results(tmp_path: Path) -> None:
     with running_cluster() as cluster:
         async with open_postgres(cluster.database()) as log:
             async with node(tmp_path, log) as first:
-                first.results.incarnation = await join(log)
+                first.results.membership.incarnation = await join(log)
                 await submit(log, "t")
-                (held,) = await claim(log, first.results.incarnation)
+                (held,) = await claim(log, first.results.membership.incarnation)
                 whole = first.end(held)  # nothing delivers it
             async with node(tmp_path, log) as second, open_background(second.results.run):
                 joined = await log.join((await log.nodes())[0].facts)
-                second.results.incarnation = joined.incarnation
+                second.results.membership.incarnation = joined.incarnation
                 inherited = {each.session_id: each for each in joined.inherited}
                 assert await second.results.restore(inherited) == {held.session_id}
                 with trio.fail_after(60):
@@ -140,9 +145,9 @@ async def test_lost_results_are_sent_to_primary(tmp_path: Path) -> None:
             node(tmp_path, log) as first,
             open_background(first.results.run),
         ):
-            first.results.incarnation = await join(log)
+            first.results.membership.incarnation = await join(log)
             await submit(log, "t")
-            (held,) = await claim(log, first.results.incarnation)
+            (held,) = await claim(log, first.results.membership.incarnation)
             first.end(held)
             with trio.fail_after(60):
                 await first.results.delivered()
@@ -152,7 +157,7 @@ async def test_lost_results_are_sent_to_primary(tmp_path: Path) -> None:
             node(tmp_path, promoted) as second,
             open_background(second.results.run),
         ):
-            second.results.incarnation = await join(promoted)
+            second.results.membership.incarnation = await join(promoted)
             for told in (["last"], []):  # the second time it is known
                 second.filled.clear()
                 assert await second.results.restore({}) == {held.session_id}
@@ -182,9 +187,9 @@ async def test_newer_claim_is_given_back(tmp_path: Path) -> None:
 
     with running_cluster() as cluster:
         async with open_postgres(cluster.database()) as log, node(tmp_path, Joining(log, [])) as here:  # type: ignore[arg-type]
-            here.results.incarnation = await join(log)
+            here.results.membership.incarnation = await join(log)
             await submit(log, "t")
-            (held,) = await claim(log, here.results.incarnation)
+            (held,) = await claim(log, here.results.membership.incarnation)
             here.results.hold(held)
             kept = await here.results.put_back(make_trajectory(held.session_id, task_id="t"), counts=True)
             assert kept is not None
@@ -201,17 +206,17 @@ async def test_new_primary_gets_acknowledged_results(tmp_path: Path) -> None:
             node(tmp_path, log) as here,
             open_background(here.results.run),
         ):
-            here.results.incarnation = await join(log)
+            here.results.membership.incarnation = await join(log)
             await here.results.restore({})
             await submit(log, "t")
-            (held,) = await claim(log, here.results.incarnation)
+            (held,) = await claim(log, here.results.membership.incarnation)
             whole = here.end(held)
             with trio.fail_after(60):
                 await here.results.delivered()
             await here.results.resend_results()
             assert here.filled == [f"{held.session_id}: last"], "the log is the same"
             await _other_identity(cluster, new)
-            here.results.log, here.results.incarnation = promoted, await join(promoted)
+            here.results.log, here.results.membership.incarnation = promoted, await join(promoted)
             for _ in range(2):  # the second time it is known
                 await here.results.resend_results()
                 with trio.fail_after(60):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 from keeper_kit import KEEPER_HARNESS, Keeper, programs
-from session_kit import life, task
+from session_kit import life, submit, task
 
 from polarnode.core.codec.json import dump_json, plain
 from polarnode.core.errors import Refused, RuntimeFault
@@ -26,7 +26,7 @@ from polarnode.rollouts.snapshots import archive_path, beside, read_snapshot
 
 async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Trajectory:
     async with life(folder / "journal.sqlite", programs(keeper)) as (_, scheduler, _):
-        _, (name,) = await scheduler.submit(spec)
+        _, (name,) = await submit(scheduler, spec)
     return await read(folder, name)
 
 
@@ -118,10 +118,10 @@ async def refused(folder: Path, spec: TaskSpec, parent: Trajectory, *, image: st
     async with life(folder / "journal.sqlite", programs()) as (_, scheduler, place):
         if image is not None:
             place.runtimes.images[spec.runtime.image] = image
-        harness = scheduler._admit_task(spec).harness
+        harness = scheduler.admission.admit(spec).harness
         assert spec.fork is not None
         with pytest.raises(Refused) as found:
-            await find_snapshot(scheduler.services, spec, spec.fork, harness)
+            await find_snapshot(scheduler.services.snapshots, spec, spec.fork, harness)
     return found.value
 
 
@@ -173,12 +173,12 @@ async def test_uncopyable_frozen_fork_is_refused(
     kept = evolve(read_snapshot(tmp_path, parent.session_id, 2), frozen=image)
     beside(archive_path(tmp_path, parent.session_id, 2)).write_bytes(dump_json(plain(kept)))
     async with life(tmp_path / "journal.sqlite", programs()) as (_, scheduler, place):
-        services = scheduler.services
+        parents, snapshots = scheduler.services.parents, scheduler.services.snapshots
         place.runtimes.freezing_obstacle = obstacle
-        found = check_fork(spec, fork, await services.fork_parent(fork))
+        found = check_fork(spec, fork, await parents.parent(fork))
         if path is None:
-            assert await find_frozen(services, spec, fork, found) == kept
+            assert await find_frozen(snapshots, spec, fork, found) == kept
             return
         with pytest.raises(Refused) as error:
-            await find_frozen(services, spec, fork, found)
+            await find_frozen(snapshots, spec, fork, found)
         assert (error.value.path, sentence in str(error.value)) == (path, True), error.value

@@ -15,7 +15,7 @@ from attrs import evolve
 from fakes_runtime import Call, ProgramFunction
 from keeper_kit import KEEPER_HARNESS
 from keeper_kit import programs as keepers
-from session_kit import agent, life, task
+from session_kit import agent, life, submit, task
 
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkPolicy, ForkSpec, GroupSpec, SnapshotSpec, TaskSpec
@@ -52,7 +52,7 @@ FOUR = agent(turns=4, each=0.01)
 
 async def grown(folder: Path, spec: TaskSpec, program: ProgramFunction = FOUR) -> Group:
     async with life(folder / "journal.sqlite", {"agent": program}) as (_, scheduler, _):
-        await scheduler.submit(spec)
+        await submit(scheduler, spec)
     return await group_in(folder)
 
 
@@ -92,7 +92,7 @@ async def test_forks_are_listed_and_marked(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with life(path, {"agent": FOUR}) as (_, scheduler, _):
         fork = ForkSpec(session=root.session_id, turn=2, by="replay")
-        _, (later,) = await scheduler.submit(task(task_id="later", fork=fork))
+        _, (later,) = await submit(scheduler, task(task_id="later", fork=fork))
     async with open_journal(path, now=time.time) as journal:
         names = [each.session_id for each in group.trajectories]
         assert [each.session_id for each in await journal.forks(names[0], 10)] == [*names[2:4], later]
@@ -154,8 +154,8 @@ async def test_complete_group_begins_no_fork(tmp_path: Path) -> None:
 async def test_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:
     slow = agent(turns=1, each=0.01, endless=True)
     async with life(tmp_path / "journal.sqlite", {"agent": slow}) as (_, scheduler, place):
-        await scheduler.submit(tree())
-        await place.scheduler.services.ensure_image("any")  # a checkpoint: all have begun
+        await submit(scheduler, tree())
+        await place.scheduler.services.containers.ensure_image("any")  # a checkpoint: all have begun
         assert await scheduler.cancel("t")
     group = await group_in(tmp_path)
     assert {each.outcome.status for each in group.trajectories} == {"cancelled"}
@@ -175,7 +175,7 @@ async def test_killed_node_continues_its_tree(tmp_path: Path, after: int) -> Non
     first = ordered(*[FOUR] * after, endless)
     with pytest.RaisesGroup(KeyError, flatten_subgroups=True):
         async with life(path, {"agent": first}) as (journal, scheduler, _):
-            _, names = await scheduler.submit(tree(budgets={"retries": 1}))
+            _, names = await submit(scheduler, tree(budgets={"retries": 1}))
             with trio.fail_after(30):
                 while not await begun(journal, names[: after or 2], names[after:]):  # noqa: ASYNC110
                     await trio.sleep(0.02)
@@ -196,7 +196,7 @@ async def test_forks_resume_only_from_snapshots(tmp_path: Path) -> None:
     spec = evolve(tree(ForkPolicy(at="even", per_session=2), samples=3), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(0, 1, 3)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
-        await scheduler.submit(spec)
+        await submit(scheduler, spec)
     group = await group_in(tmp_path)
     assert group.state == "complete", group
     assert states(group) == [None, (0, 1, 1), (0, 3, 3)]
@@ -207,7 +207,7 @@ async def test_unsnapshotted_session_is_not_resumed(tmp_path: Path) -> None:
     spec = evolve(tree(ForkPolicy(per_session=1), samples=2), harness=KEEPER_HARNESS)
     spec = evolve(spec, snapshot_at=SnapshotSpec(turns=(9,)))
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
-        await scheduler.submit(spec)
+        await submit(scheduler, spec)
     [root, fork] = (await group_in(tmp_path)).trajectories
     assert fork.outcome.reason == (
         f"not forked: its root, session {root.session_id}, has no turn of group.fork.at with a snapshot to"
@@ -219,11 +219,11 @@ async def test_unresumable_forks_are_refused_or_replayed(tmp_path: Path) -> None
     resumed = evolve(POLICY, by="resume")
     async with life(tmp_path / "journal.sqlite", keepers()) as (_, scheduler, _):
         with pytest.raises(Refused, match=r"shell cannot go on.*by=replay") as refused:
-            await scheduler.submit(tree(resumed))
+            await submit(scheduler, tree(resumed))
         assert refused.value.path == "$.group.fork.by"
         with pytest.raises(Refused, match="forks are resumed from snapshots: set snapshot_at"):
-            await scheduler.submit(evolve(tree(resumed), harness=KEEPER_HARNESS))
-        harness = scheduler._admit_task(evolve(tree(), harness=KEEPER_HARNESS)).harness
+            await submit(scheduler, evolve(tree(resumed), harness=KEEPER_HARNESS))
+        harness = scheduler.admission.admit(evolve(tree(), harness=KEEPER_HARNESS)).harness
     plain = evolve(tree(), harness=KEEPER_HARNESS)
     assert tree_way(plain, harness) == "replay"
     assert tree_way(evolve(plain, snapshot_at=SnapshotSpec(every=1)), harness) == "resume"

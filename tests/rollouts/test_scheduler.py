@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import trio
+from attrs import evolve
 from memory_log import MemoryLog
-from session_kit import agent, task, town
+from session_kit import agent, submit, task, town
 from trio.abc import Clock
 
 from polarnode.containers.pool import RuntimeDemand
@@ -27,7 +28,7 @@ from polarnode.core.task import (
 from polarnode.journal.log.port import NodeFacts, NodeRow
 from polarnode.merge.token_extras import CallExtras
 from polarnode.rollouts import scheduler as scheduler_module
-from polarnode.rollouts.admission import admitted
+from polarnode.rollouts.admission import TaskSubmission, admitted
 from polarnode.rollouts.session import Session
 
 PROGRAMS = {"agent": agent(turns=2, each=10.0)}
@@ -78,21 +79,28 @@ async def test_required_labels_need_a_node(
     monkeypatch.setattr(MemoryLog, "nodes", nodes, raising=False)
 
     async with town(tmp_path) as place:
+        scheduler = place.scheduler
+        submission = TaskSubmission(
+            log=scheduler.log,
+            admission=scheduler.admission,
+            registry=scheduler.registry,
+            now=scheduler.now,
+            runs_tasks=True,
+        )
         with nullcontext() if error is None else pytest.raises(error, match=sentence):
-            model = await place.scheduler._check_nodes(task(requires=requires), here=False)
+            model = await submission._check_nodes(task(requires=requires), here=False)
             assert model == requires.get("model", "tiny")
 
 
 async def test_task_becomes_group_of_sessions(autojump_clock: Clock, tmp_path: Path) -> None:
     async with town(tmp_path, PROGRAMS) as place:
-        task_id, session_ids = await place.scheduler.submit(
-            task(num_samples=4, metadata={"split": "train"}), idempotency_key="k"
-        )
+        spec = task(num_samples=4, metadata={"split": "train"})
+        task_id, session_ids = await submit(place.scheduler, spec, idempotency_key="k")
         await trio.sleep(0.01)
         assert list(place.log.tasks) == [task_id]
         assert [each.session_id for each in place.notes.started] == list(session_ids)
         assert len(set(session_ids)) == 4
-        other, _ = await place.scheduler.submit(task(task_id="mine", group_id="ours"))
+        other, _ = await submit(place.scheduler, task(task_id="mine", group_id="ours"))
         assert other == "mine"
     group = [each for each in place.published if each.task_id == task_id]
     assert sorted(each.sample_index for each in group) == [0, 1, 2, 3]
@@ -165,7 +173,8 @@ async def test_unrunnable_task_is_refused_with_path(
 async def test_routed_experts_need_engine_support(autojump_clock: Clock, tmp_path: Path) -> None:
     """A task that asks for experts is refused where the engine cannot report them."""
     async with town(tmp_path, PROGRAMS) as place:
-        place.change(unrouted="the model tiny is dense; leave it out")
+        scheduler, dense = place.scheduler, "the model tiny is dense; leave it out"
+        scheduler.admission = evolve(scheduler.admission, unrouted=dense)
         with pytest.raises(
             Refused, match="is not available here: the model tiny is dense; leave it out"
         ) as caught:
@@ -177,7 +186,8 @@ async def test_routed_experts_need_engine_support(autojump_clock: Clock, tmp_pat
 async def test_session_extras_respect_node_limit(autojump_clock: Clock, tmp_path: Path) -> None:
     """A session carries what its task asks for, up to the node's limit."""
     async with town(tmp_path, PROGRAMS) as place:
-        place.change(carried_limit=5)
+        scheduler = place.scheduler
+        scheduler.session_factory = evolve(scheduler.session_factory, carried_limit=5)
         place.submit(carry=CarrySpec(top_logprobs=3, routed_experts=True))
         await place.until("run")
         (session,) = place.scheduler.registry.live(Session)

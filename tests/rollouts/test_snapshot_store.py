@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from attrs import define, evolve
+from attrs import define
 from journal_samples import make_identity, make_trajectory
 from keeper_kit import KEEPER_HARNESS, Keeper, programs
 from log_kit import expire_node, open_postgres
 from postgres_kit import running_cluster
-from session_kit import scheduling, task, town
+from session_kit import scheduling, submit, task, town
 
 from polarnode.core.conversation import Conversation
 from polarnode.core.errors import ConfigError
@@ -155,17 +155,19 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
             log=log, journal=here.journal, node=folder.name, snapshots=folder, copies=here.store
         )
         records = SharedSessionRecords(here.journal, log)
-        services = evolve(
-            place.scheduler.services,
-            identity=NodeIdentity(node=folder.name, model="tiny"),
-            journal=records,
-            copies=here.store,
-            fork_parent=parents.parent,
-            earlier_attempts=parents.earlier_attempts,
-        )
-        held = ResultStore(here.journal, time.time)
-        async with open_background(records.run), scheduling(log, services, place, held) as scheduler:
-            await scheduler.join(NodeFacts(name=folder.name))
+        async with (
+            open_background(records.run),
+            scheduling(
+                log,
+                place,
+                records,
+                identity=NodeIdentity(node=folder.name, model="tiny"),
+                parents=parents,
+                copies=here.store,
+                held=ResultStore(here.journal, time.time),
+            ) as scheduler,
+        ):
+            await scheduler.claims.membership.join(NodeFacts(name=folder.name))
             yield scheduler
 
 
@@ -178,15 +180,15 @@ async def test_session_of_lost_node_goes_on(tmp_path: Path) -> None:
         async with open_postgres(dsn) as one, open_postgres(dsn, name="two") as two:
             with trio.CancelScope() as killed:
                 async with life(one, tmp_path / "one", shared, first) as scheduler:
-                    task_id, (lost,) = await scheduler.submit(spec)
+                    task_id, (lost,) = await submit(scheduler, spec)
                     await until_there(beside(archive_path(shared, lost, 3)))
-                    incarnation = scheduler.incarnation
+                    incarnation = scheduler.claims.membership.incarnation
                     killed.cancel()
                     await trio.sleep_forever()
             await expire_node(two, incarnation)
             async with life(two, tmp_path / "two", shared, second) as scheduler:
                 with trio.fail_after(60):
-                    facts = await scheduler.place_over(task_id, 0)
+                    facts = await scheduler.registry.results.place_over(task_id, 0)
             assert facts is not None
             found = await two.trajectory(facts.session_id)
             assert found is not None

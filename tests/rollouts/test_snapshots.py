@@ -90,7 +90,7 @@ async def test_snapshot_rule_decides_what_remains(
     assert [each.turn for each in listed.snapshots] == turns
     assert all(each.resumable for each in listed.snapshots)
     assert (
-        here.scheduler.services.tally.snapshots == told(found)["taken"] == len(turns) + sum(removed.values())
+        here.scheduler.registry.tally.snapshots == told(found)["taken"] == len(turns) + sum(removed.values())
     )
 
 
@@ -197,7 +197,7 @@ async def test_snapshot_time_costs_no_budget(
     assert (found.timing.held_s, told(found)["held_s"]) == (pytest.approx(held), pytest.approx(held))
     assert found.timing.run_s == pytest.approx(run_s - 0.3 + held)
     assert told(found)["not_taken"] == not_taken
-    assert here.scheduler.services.tally.snapshot_s == pytest.approx(held)
+    assert here.scheduler.registry.tally.snapshot_s == pytest.approx(held)
     assert held < MAX_HELD_S
 
 
@@ -307,7 +307,7 @@ async def test_fresh_container_gets_snapshot_files(autojump_clock: Clock, tmp_pa
         found = await here.one(snapshot_at=SnapshotSpec(turns=(1,)))
         kept, containers = (
             read_snapshot(tmp_path, found.session_id, 1),
-            Containers(order(session_id="fork"), here.scheduler.services),
+            Containers(order(session_id="fork"), here.scheduler.services.containers),
         )
         async with open_restored(containers, kept) as runtime:
             got = dict(runtime.files)  # type: ignore[attr-defined]
