@@ -357,7 +357,7 @@ class Engines:
         answers: dict[int, Done] = {}
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(lambda call: make(call, host))
+            answers[host.index] = await host.ask(lambda call: make(call, host.index))
 
         async with trio.open_nursery() as nursery:
             for host in (

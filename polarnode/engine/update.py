@@ -24,7 +24,8 @@ from polarnode.engine.protocol import (
     ToHost,
 )
 
-MessageMaker = Callable[[int, Host], ToHost]
+# Makes the message for a host, given the number of its answer and the index of the host.
+MessageMaker = Callable[[int, int], ToHost]
 
 # Seconds for one step on all hosts: 70 GB from a network disk take four minutes. This also bounds a sender
 # that never sends.
@@ -124,7 +125,7 @@ class Update:
         }
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(lambda call: make(call, host))
+            answers[host.index] = await host.ask(lambda call: make(call, host.index))
             note(host)
 
         with trio.move_on_after(STEP_S) as patience:

@@ -210,7 +210,7 @@ async def test_refused_weights_are_not_remembered(tmp_path: Path) -> None:
 
 def sent(*words: str) -> MessageMaker:
     """A payload for each host, which the program reads."""
-    return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
+    return lambda call, host: LoadTensors(call=call, payloads=[words[host].encode()])
 
 
 async def test_one_host_refusal_keeps_old_weights(tmp_path: Path) -> None:
