@@ -125,7 +125,7 @@ class Update:
         }
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(lambda call: make(call, host.index))
+            answers[host.index] = await host.process.ask(lambda call: make(call, host.index))
             note(host)
 
         with trio.move_on_after(STEP_S) as patience:
@@ -139,7 +139,7 @@ class Update:
         if patience.cancelled_caught:
             for host in addressed:
                 if answers[host.index].message.startswith("no answer"):
-                    host.restart_with_reason(answers[host.index].message)
+                    host.process.restart_with_reason(answers[host.index].message)
         return answers
 
     def _end_failed_hosts(self, answers: dict[int, Done], what: str) -> list[Host]:
@@ -147,7 +147,7 @@ class Update:
         for host in self.hosts:
             answer = answers.get(host.index)
             if answer is not None and not answer.ok and host.state in ALIVE_STATES:
-                host.restart_with_reason(f"{what}: {answer.message}")
+                host.process.restart_with_reason(f"{what}: {answer.message}")
         return [host for host in self.hosts if host.index in answers and answers[host.index].ok]
 
     def _require(self, answers: dict[int, Done]) -> None:
