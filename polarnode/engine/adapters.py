@@ -62,7 +62,7 @@ class EngineAdapters:
     kept: dict[str, Path] = field(factory=dict, init=False)  # versions that every host holds, and their files
     # Names whose last version could not be served again after a restart, and why.
     lost: dict[str, str] = field(factory=dict, init=False)
-    hosts: tuple[Host, ...] = field(default=(), init=False)  # each was made with `kept`
+    hosts: tuple[Host, ...] = field(default=(), init=False)  # the adapters of each were made with `kept`
     _adapters: dict[str, _NamedAdapter] = field(factory=dict, init=False)
     # Calls by version; those that wait for a host count too.
     _calls: Counter[str] = field(factory=Counter, init=False)
@@ -228,7 +228,7 @@ class EngineAdapters:
             while True:
                 await self._woken.wait()
                 self._woken = trio.Event()
-                for version in {*self.kept, *(each for host in self.hosts for each in host.adapters)}:
+                for version in {*self.kept, *(each for host in self.hosts for each in host.adapters.loaded)}:
                     if not self._is_wanted(version):
                         nursery.start_soon(self._unload_everywhere, version)
 
@@ -267,9 +267,9 @@ class EngineAdapters:
                 Done(call=0, ok=False, message=f"no answer in {LOAD_TIMEOUT_S:.0f} s"),
             )
             with trio.move_on_after(LOAD_TIMEOUT_S) as patience:
-                done = await host.load_adapter(version, folder)
+                done = await host.adapters.load(version, folder)
             if patience.cancelled_caught:
-                host.restart_with_reason(done.message)  # what this host holds is not known
+                host.process.restart_with_reason(done.message)  # what this host holds is not known
             if done.ok:
                 seconds[host.index] = trio.current_time() - began
             else:
@@ -298,18 +298,20 @@ class EngineAdapters:
         self.kept.pop(version, None)
         async with trio.open_nursery() as nursery:
             for host in self.hosts:
-                if version in host.adapters:
+                if version in host.adapters.loaded:
                     nursery.start_soon(self._unload_from, host, version)
 
     async def _unload_from(self, host: Host, version: str) -> None:
-        if self._is_wanted(version) or version not in host.adapters:
+        if self._is_wanted(version) or version not in host.adapters.loaded:
             return
-        done = await host.unload_adapter(version)
-        if not done.ok and host.state in ALIVE_STATES and version not in host.adapters:
+        done = await host.adapters.unload(version)
+        if not done.ok and host.state in ALIVE_STATES and version not in host.adapters.loaded:
             _log.error("engine host %d keeps adapter version %s: %s", host.index, version, done.message)
 
     def _lacking(self, version: str) -> list[Host]:
-        return [host for host in self.hosts if host.state in ALIVE_STATES and version not in host.adapters]
+        return [
+            host for host in self.hosts if host.state in ALIVE_STATES and version not in host.adapters.loaded
+        ]
 
     def _is_wanted(self, version: str) -> bool:
         """Whether a session, a call or a load needs a version in the engine."""
@@ -326,7 +328,7 @@ class EngineAdapters:
         """The number of calls that sample by a version, or will. A call whose consumer left counts until the
         engine has sent its last message about it.
         """
-        return max(self._calls[version], sum(host.samples_by(version) for host in self.hosts))
+        return max(self._calls[version], sum(host.calls.samples_by(version) for host in self.hosts))
 
     def _count(self, adapter: _NamedAdapter, seconds: dict[int, float]) -> None:
         adapter.loads += bool(seconds)

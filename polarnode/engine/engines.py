@@ -1,12 +1,13 @@
 """All engine hosts as one engine: `open_engines` starts and ends them, `Engines` routes each call to a host.
 
 The hosts are a service and outlive their users: their tasks run in a shielded scope that is cancelled after
-the body of `open_engines`. What they do on their way out is bounded in `host.py`.
+the body of `open_engines`. What they do on their way out is bounded in `host_process.py`.
 """
 
 import os
 import random
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from math import inf
@@ -21,7 +22,8 @@ from polarnode.core.trajectory import UNKNOWN_VERSION
 from polarnode.core.weights import PauseMode, UpdateMode
 from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.calls import Call, check_order
-from polarnode.engine.host import HOST_PROGRAM, Host, Loaded
+from polarnode.engine.host import Host, HostAdapters, Loaded
+from polarnode.engine.host_process import HostProcess
 from polarnode.engine.host_resources import sweep
 from polarnode.engine.protocol import Continue, Done, LoadDisk, Pause, Ready
 from polarnode.engine.residents import MoveDeadline
@@ -35,6 +37,7 @@ from polarnode.engine.update import ALIVE_STATES, MessageMaker, Update
 HOST_WAIT_S = 300.0
 NO_ENGINE = "this node has no engine (--engine none): ask a node that has one"
 VERSIONS = 4096  # weight versions remembered; no trainer uses samples that are this many updates old
+HOST_PROGRAM = (sys.executable, "-P", "-m", "polarnode.engine.embedded")
 SIMULATED_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.simulated")
 EXTERNAL_PROGRAM = (*HOST_PROGRAM[:-1], "polarnode.engine.external")
 # The ports lie below Linux's ephemeral range, where an outgoing connection could take a port between our look
@@ -120,19 +123,16 @@ class Engines:
             drafts=self.drafts,
         )
         async with self.adapters.leased(order.adapter) as version:
-            host, call = await self._begin(order, version)
+            call: Call | None = None
+            while call is None:  # a host that dies before it has taken the call is replaced by another one
+                host = await self._choose(
+                    order.affinity, lambda host: host.calls.queue.before(order.affinity)
+                )
+                call = await host.calls.begin(order, context_length=self.context_length, adapter=version)
             try:
                 yield call
             finally:
-                host.end(call)
-
-    async def _begin(self, order: GenerateOrder, adapter: str) -> tuple[Host, Call]:
-        """The call, once a host has taken it. If the host dies before that, another one is chosen."""
-        while True:
-            host = await self._choose(order.affinity, lambda host: host.before(order.affinity))
-            call = await host.begin(order, context_length=self.context_length, adapter=adapter)
-            if call is not None:
-                return host, call
+                host.calls.end(call)
 
     # ── sessions ──────────────────────────────────────────────────────────────
 
@@ -176,9 +176,9 @@ class Engines:
         failures = 0
         async with self.adapters.leased(order.adapter) as version:
             while True:
-                host = await self._choose("", lambda host: host.scoring.waiting)
+                host = await self._choose("", lambda host: host.scoring.turns.waiting)
                 try:
-                    if (scores := await host.score(order, version)) is not None:
+                    if (scores := await host.scoring.score(order, version)) is not None:
                         return scores
                 except EngineError as error:
                     failures += 1
@@ -298,7 +298,7 @@ class Engines:
         self._changed.set()
         self._changed = trio.Event()
         for host in self._hosts:
-            host.admit()
+            host.calls.admit()
 
     async def wait_started(self) -> None:
         """Wait until every host serves; for an external engine, until each server was reached or is waited
@@ -357,7 +357,7 @@ class Engines:
         answers: dict[int, Done] = {}
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(lambda call: make(call, host))
+            answers[host.index] = await host.process.ask(lambda call: make(call, host.index))
 
         async with trio.open_nursery() as nursery:
             for host in (
@@ -414,21 +414,28 @@ async def open_hosts(
         )
     engines.adapters = EngineAdapters(settings, lambda: engines.versions, lambda: engines._update is not None)
     ports = _PortPool(engines._ports)
-    engines._hosts = tuple(
-        Host(
+    hosts: list[Host] = []
+    for index, gpus in enumerate(gpu_groups(settings)):
+        process = HostProcess(
             index=index,
             gpus=gpus,
             settings=settings,
             ports=ports.take,
             environment=os.environ,
-            on_change=engines.note_change,
-            settled=engines._wait_settled,
             program=program,
-            loaded=loaded,
-            kept=engines.adapters.kept,
         )
-        for index, gpus in enumerate(gpu_groups(settings))
-    )
+        hosts.append(
+            Host(
+                index=index,
+                process=process,
+                adapters=HostAdapters(index=index, kept=engines.adapters.kept, ask=process.ask),
+                settings=settings,
+                on_change=engines.note_change,
+                settled=engines._wait_settled,
+                loaded=loaded,
+            )
+        )
+    engines._hosts = tuple(hosts)
     engines.adapters.hosts = engines._hosts
     ours: list[BaseException] = []
     try:

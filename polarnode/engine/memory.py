@@ -9,7 +9,6 @@ from attrs import define, field
 
 from polarnode.core.errors import Conflict, EngineError
 from polarnode.core.weights import WeightsState
-from polarnode.engine.host import Host
 from polarnode.engine.protocol import ChangeMemory, JoinGroup, LeaveGroup
 from polarnode.engine.update import STEP_S, MessageMaker
 from polarnode.engine.weight_values import (
@@ -141,13 +140,13 @@ class EngineControl:
         return EngineError(f"the engine hosts did not answer within {STEP_S:.0f} s", retryable=False)
 
 
-def _join(order: GroupOrder, call: int, host: Host, *, ranks: int) -> JoinGroup:
+def _join(order: GroupOrder, call: int, host: int, *, ranks: int) -> JoinGroup:
     return JoinGroup(
         call=call,
         name=order.name,
         address=order.address,
         port=order.port,
-        rank=order.rank_offset + host.index * ranks,
+        rank=order.rank_offset + host * ranks,
         world_size=order.world_size,
         backend=order.backend,
     )

@@ -21,7 +21,7 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Busy, EngineError, PolarnodeError, Refused
 from polarnode.core.ports import RowScores, ScoreOrder, Scorer
 from polarnode.core.status import ScoredRow, ScoreRequest, ScoreRow
-from polarnode.engine.protocol import RowLogprobs
+from polarnode.engine.protocol import Abort, Ready, RowLogprobs, ScoreTokens, ToHost
 from polarnode.engine.routing import EngineStatistics
 from polarnode.merge.token_extras import masked_logprobs
 
@@ -127,6 +127,63 @@ class ScoreTurns:
         ):
             with trio.move_on_at(inf if self._running else self._rests_until):
                 await self._freed.wait()
+
+
+@define(eq=False)
+class HostScoring:
+    """The rows of one host: those that wait for their turn, and those in its engine. `serving` is what its
+    engine reported of itself, or None while no row may be sent. `on_change` is called when the last row is
+    over, because an update may wait for it.
+    """
+
+    turns: ScoreTurns
+    _post: Callable[[ToHost], None]
+    _serving: Callable[[], Ready | None]
+    _on_change: Callable[[], None]
+    _in_engine: dict[str, ScoreCall] = field(factory=dict, init=False)  # by request id
+
+    @property
+    def in_flight(self) -> int:
+        """The number of rows in the engine, those included that it is told to abort."""
+        return len(self._in_engine)
+
+    async def score(self, order: ScoreOrder, adapter: str) -> RowScores | None:
+        """Score a row when its turn has come, by a version of an adapter. Returns None if the host died
+        before, or if its weights change. Raises EngineError when it dies meanwhile, or refuses the row.
+        """
+        async with self.turns.turn():
+            if self._serving() is None:
+                return None
+            rid = order.request_id
+            call = self._in_engine[rid] = ScoreCall(len(order.row) - order.start)
+            self._post(ScoreTokens(rid=rid, row=order.row.tobytes(), start=order.start, adapter=adapter))
+            try:
+                return await call.result()
+            finally:
+                if not call.over:
+                    self._post(Abort(rid=rid))
+
+    def take(self, scored: RowLogprobs) -> None:
+        """The engine has scored a row."""
+        if (call := self._count_out(scored.rid)) is not None:
+            call.take(scored)
+
+    def fail(self, rid: str, error: EngineError) -> None:
+        """The engine failed a row. Nothing happens if there is no such row."""
+        if (call := self._count_out(rid)) is not None:
+            call.fail(error)
+
+    def fail_all(self, sentence: str) -> None:
+        """The host died: fail the rows in its engine with a sentence."""
+        for call in self._in_engine.values():
+            call.fail(EngineError(sentence))
+        self._in_engine.clear()
+
+    def _count_out(self, rid: str) -> ScoreCall | None:
+        call = self._in_engine.pop(rid, None)
+        if call is not None and not self._in_engine:
+            self._on_change()
+        return call
 
 
 # ── the engines of a node ─────────────────────────────────────────────────────

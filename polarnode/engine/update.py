@@ -24,7 +24,8 @@ from polarnode.engine.protocol import (
     ToHost,
 )
 
-MessageMaker = Callable[[int, Host], ToHost]
+# Makes the message for a host, given the number of its answer and the index of the host.
+MessageMaker = Callable[[int, int], ToHost]
 
 # Seconds for one step on all hosts: 70 GB from a network disk take four minutes. This also bounds a sender
 # that never sends.
@@ -124,7 +125,7 @@ class Update:
         }
 
         async def ask(host: Host) -> None:
-            answers[host.index] = await host.ask(lambda call: make(call, host))
+            answers[host.index] = await host.process.ask(lambda call: make(call, host.index))
             note(host)
 
         with trio.move_on_after(STEP_S) as patience:
@@ -138,7 +139,7 @@ class Update:
         if patience.cancelled_caught:
             for host in addressed:
                 if answers[host.index].message.startswith("no answer"):
-                    host.restart_with_reason(answers[host.index].message)
+                    host.process.restart_with_reason(answers[host.index].message)
         return answers
 
     def _end_failed_hosts(self, answers: dict[int, Done], what: str) -> list[Host]:
@@ -146,7 +147,7 @@ class Update:
         for host in self.hosts:
             answer = answers.get(host.index)
             if answer is not None and not answer.ok and host.state in ALIVE_STATES:
-                host.restart_with_reason(f"{what}: {answer.message}")
+                host.process.restart_with_reason(f"{what}: {answer.message}")
         return [host for host in self.hosts if host.index in answers and answers[host.index].ok]
 
     def _require(self, answers: dict[int, Done]) -> None:

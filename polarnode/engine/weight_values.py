@@ -22,7 +22,6 @@ from polarnode.core.weights import Backend, HostReport, MemoryTag, PauseMode, Up
 from polarnode.engine.protocol import LoadBroadcast, LoadDisk, LoadTensors, ToHost
 
 if TYPE_CHECKING:  # a reader of these values needs no engine
-    from polarnode.engine.host import Host
     from polarnode.engine.update import MessageMaker
 
 # ── values ────────────────────────────────────────────────────────────
@@ -225,9 +224,9 @@ def tensors(bucket: TensorBucket, *, hosts: int, ranks: int, path: str = "$") ->
     if len(payloads) == ranks:
         payloads *= hosts
 
-    def make(call: int, host: "Host") -> ToHost:
+    def make(call: int, host: int) -> ToHost:
         return LoadTensors(
-            call=call, payloads=payloads[host.index * ranks : (host.index + 1) * ranks], layout=bucket.layout
+            call=call, payloads=payloads[host * ranks : (host + 1) * ranks], layout=bucket.layout
         )
 
     return make

@@ -23,7 +23,7 @@ from polarnode.core.weights import AdapterState
 from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.checkpoints import AdapterLimits, BadCheckpoint, check_adapter, manifest
 from polarnode.engine.engines import Engines, open_engines
-from polarnode.engine.host import Host
+from polarnode.engine.host import HostAdapters
 from polarnode.engine.protocol import Done, LoadDisk, Simulation
 from polarnode.engine.settings import EngineSettings, SimulatedEngine, check, engine_arguments
 from polarnode.node.config import TINY_MODEL
@@ -109,10 +109,10 @@ async def test_version_refused_by_one_host(tmp_path: Path, monkeypatch: pytest.M
     async with opened(tmp_path, hosts=2) as engines:
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         with monkeypatch.context() as patch:
-            patch.setattr(Host, "load_adapter", refused_by(1))
+            patch.setattr(HostAdapters, "load", refused_by(1))
             with pytest.raises(Refused, match=r"'a-2' was not loaded, .*engine host 1: no room"):
                 await engines.adapters.put("a", "a-2", write_adapter(tmp_path / "2"))
-        assert [host.adapters for host in engines._hosts] == [{"a-1"}, {"a-1"}]
+        assert [host.adapters.loaded for host in engines._hosts] == [{"a-1"}, {"a-1"}]
         assert engines.adapters.versions("a") == ("a-1",)
         # the same name again, with other files, is those files
         await engines.adapters.put("a", "a-2", write_adapter(tmp_path / "3"))
@@ -122,13 +122,13 @@ async def test_version_refused_by_one_host(tmp_path: Path, monkeypatch: pytest.M
 
 
 def refused_by(index: int) -> Any:
-    ask = Host.load_adapter
+    ask = HostAdapters.load
 
-    async def load(host: Host, version: str, folder: Path) -> Done:
+    async def load(adapters: HostAdapters, version: str, folder: Path) -> Done:
         return (
             Done(call=0, ok=False, message="no room")
-            if host.index == index
-            else await ask(host, version, folder)
+            if adapters.index == index
+            else await ask(adapters, version, folder)
         )
 
     return load
@@ -136,21 +136,23 @@ def refused_by(index: int) -> Any:
 
 async def test_host_death_keeps_previous_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that dies while it loads leaves the version before on all hosts."""
-    ask = Host.load_adapter
-
-    async def dying(host: Host, version: str, folder: Path) -> Done:
-        if host.index == 1 and host._pid is not None:
-            os.kill(host._pid, signal.SIGKILL)
-        return await ask(host, version, folder)
+    ask = HostAdapters.load
 
     async with opened(tmp_path, hosts=2) as engines:
+
+        async def dying(adapters: HostAdapters, version: str, folder: Path) -> Done:
+            pid = engines._hosts[1].process.pid
+            if adapters.index == 1 and pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            return await ask(adapters, version, folder)
+
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
         with monkeypatch.context() as patch:
-            patch.setattr(Host, "load_adapter", dying)
+            patch.setattr(HostAdapters, "load", dying)
             with pytest.raises(EngineError, match="engine host 1"):
                 await engines.adapters.put("a", "a-2", write_adapter(tmp_path / "2"))
         await until(lambda: all(host.state == "ready" for host in engines._hosts))
-        assert [host.adapters for host in engines._hosts] == [{"a-1"}, {"a-1"}]
+        assert [host.adapters.loaded for host in engines._hosts] == [{"a-1"}, {"a-1"}]
         assert spans(await sample(engines, order(max_tokens=2, adapter="a"))) == [("a-1", 0, 2)]
 
 
@@ -166,7 +168,7 @@ async def test_restarted_host_loads_adapters_first(tmp_path: Path) -> None:
         for name in ("a", "b"):
             await engines.adapters.put(name, f"{name}-1", write_adapter(tmp_path / name))
         await killed(engines)
-        assert engines._hosts[0].adapters == {"a-1", "b-1"}
+        assert engines._hosts[0].adapters.loaded == {"a-1", "b-1"}
         assert spans(await sample(engines, order(max_tokens=2, adapter="b"))) == [("b-1", 0, 2)]
 
 
@@ -187,7 +189,7 @@ async def test_unused_adapter_is_unloaded_and_reloaded(tmp_path: Path) -> None:
     async with opened(tmp_path) as engines:
         adapters, host = engines.adapters, engines._hosts[0]
         await adapters.put("a", "a-1", write_adapter(tmp_path / "1"))
-        assert host.adapters == {"a-1"}  # for the sessions that come next
+        assert host.adapters.loaded == {"a-1"}  # for the sessions that come next
         for loads in (1, 2):
             adapters.need("a")
             adapters.need("a")
@@ -204,7 +206,7 @@ async def test_unused_adapter_is_unloaded_and_reloaded(tmp_path: Path) -> None:
                 versions=("a-1",),
             )
             adapters.release("a")
-            await until(lambda: not host.adapters)
+            await until(lambda: not host.adapters.loaded)
             assert not adapters.status()[0].loaded
 
 
@@ -219,7 +221,7 @@ async def test_abandoned_put_leaves_nothing(tmp_path: Path) -> None:
         with trio.CancelScope() as scope:
             await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"), loaded=leave)
         assert scope.cancelled_caught
-        await until(lambda: not engines._hosts[0].adapters)
+        await until(lambda: not engines._hosts[0].adapters.loaded)
         assert engines.adapters.status() == ()
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "2"))
 
@@ -231,10 +233,10 @@ async def test_version_stays_loaded_during_put(tmp_path: Path) -> None:
         async def written() -> None:
             engines.adapters.wake()
             await trio.testing.wait_all_tasks_blocked(0.1)
-            assert engines._hosts[0].adapters == {"a-1"}
+            assert engines._hosts[0].adapters.loaded == {"a-1"}
 
         await engines.adapters.put("a", "a-1", write_adapter(tmp_path / "1"), loaded=written)
-        assert engines._hosts[0].adapters == {"a-1"}
+        assert engines._hosts[0].adapters.loaded == {"a-1"}
 
 
 async def test_taken_names_and_base_are_refused(tmp_path: Path) -> None:

@@ -136,11 +136,11 @@ async def what_nobody_needs_is_unloaded(engines: Engines, rows: Rows, tmp_path: 
     """And loaded again by the next call, in fewer slots than there are adapters."""
     await until_idle(engines)
     host = engines._hosts[0]
-    while host.adapters:  # noqa: ASYNC110 - it has no event
+    while host.adapters.loaded:  # noqa: ASYNC110 - it has no event
         await trio.sleep(0.02)
     engines.adapters.need("b")
     await sampled(engines, rows, "b", tmp_path / "b")
-    assert host.adapters == {"b-1"}
+    assert host.adapters.loaded == {"b-1"}
     folder = write_adapter(tmp_path / "d", seed=9)
     (folder / "adapter_model.safetensors").write_bytes(
         (folder / "adapter_model.safetensors").read_bytes()[:-8]
@@ -169,7 +169,7 @@ async def a_host_that_dies_has_them_again(engines: Engines, rows: Rows, tmp_path
     with pytest.raises(EngineError, match="died"):
         await sample(engines, order(PROMPT, max_tokens=3000, adapter="b"))
     await sampled(engines, rows, "c", tmp_path / "c2")
-    assert engines._hosts[0].adapters >= {"b-1", "c-2"}
+    assert engines._hosts[0].adapters.loaded >= {"b-1", "c-2"}
     await sampled(engines, rows, "b", tmp_path / "b")
     await sampled(engines, rows, "a", tmp_path / "a3")
     engines.adapters.release("b")

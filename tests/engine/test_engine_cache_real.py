@@ -127,7 +127,7 @@ def close(ones: Sequence[CacheCounts], others: Sequence[CacheCounts], share: flo
 
 
 def forget(engines: Engines, session: str) -> None:
-    engines._hosts[0].post(Forget(session=prefix_name(session, "")))
+    engines._hosts[0].process.post(Forget(session=prefix_name(session, "")))
 
 
 async def cached(engines: Engines, prompt: Sequence[int], session: str) -> int:

@@ -18,7 +18,8 @@ from polarnode.engine.checkpoints import (
     fingerprint,
     manifest,
 )
-from polarnode.engine.host import Loaded, PendingReplies, StaleWeights, load_target
+from polarnode.engine.host import Loaded, StaleWeights, load_target
+from polarnode.engine.host_process import PendingReplies
 from polarnode.engine.protocol import (
     BeginUpdate,
     CheckUpdate,
@@ -180,14 +181,12 @@ async def test_unloadable_weights_are_refused(tmp_path: Path) -> None:
 
 
 async def test_unawaited_answers_are_dropped() -> None:
-    questions = PendingReplies()
-    questions.answer(Done(call=7, ok=True))
-    assert (
-        await questions.ask(lambda call: CheckUpdate(call=call, flush=True), lambda _: questions.end())
-        is None
-    )
+    replies = PendingReplies()
+    replies.answer(Done(call=7, ok=True))
+    died = await replies.ask(lambda call: CheckUpdate(call=call, flush=True), lambda _: replies.fail("died"))
+    assert died == Done(call=0, ok=False, message="died")
     said = Done(call=1, ok=True)
     assert (
-        await questions.ask(lambda call: CheckUpdate(call=call, flush=True), lambda _: questions.answer(said))
+        await replies.ask(lambda call: CheckUpdate(call=call, flush=True), lambda _: replies.answer(said))
         is said
     )

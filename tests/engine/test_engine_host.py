@@ -15,8 +15,7 @@ from fakes_engine import joined, order, sample
 
 from polarnode.core.backoff import Backoff
 from polarnode.core.errors import EngineError, Refused
-from polarnode.engine import host as host_module
-from polarnode.engine import routing
+from polarnode.engine import host_process, routing
 from polarnode.engine import update as update_module
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import Engines, open_hosts
@@ -210,7 +209,7 @@ async def test_refused_weights_are_not_remembered(tmp_path: Path) -> None:
 
 def sent(*words: str) -> MessageMaker:
     """A payload for each host, which the program reads."""
-    return lambda call, host: LoadTensors(call=call, payloads=[words[host.index].encode()])
+    return lambda call, host: LoadTensors(call=call, payloads=[words[host].encode()])
 
 
 async def test_one_host_refusal_keeps_old_weights(tmp_path: Path) -> None:
@@ -343,7 +342,7 @@ async def test_question_to_dying_host_fails(tmp_path: Path) -> None:
 
 
 async def test_unresponsive_host_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "SHUTDOWN_GRACE", 0.5)
+    monkeypatch.setattr(host_process, "SHUTDOWN_GRACE", 0.5)
     async with opened(tmp_path) as engines:
         pid = pid_of(engines)
         os.kill(pid, 19)
@@ -420,8 +419,8 @@ async def test_call_left_when_due_frees_place(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(late)
             await trio.testing.wait_all_tasks_blocked()
-            engines._hosts[0]._queue.report(running=40, waiting=0, most=100)
-            engines._hosts[0].admit()
+            engines._hosts[0].calls.queue.report(running=40, waiting=0, most=100)
+            engines._hosts[0].calls.admit()
             assert engines.statistics().hosts[0].in_flight == routing.MIN_ENGINE_QUEUE + 1
             scope.cancel()  # its task has not run since
         while engines.statistics().hosts[0].in_flight > routing.MIN_ENGINE_QUEUE:  # noqa: ASYNC110 - a test looks from outside

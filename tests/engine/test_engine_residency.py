@@ -144,7 +144,7 @@ async def test_held_call_ends_with_client(tmp_path: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(sampled, found, call("b", 21_100, seed=1))
             await until(lambda: of(found).held == 1)
-            found._hosts[0].restart_with_reason("killed by the test")
+            found._hosts[0].process.restart_with_reason("killed by the test")
         assert found.restarts == (1,)
         assert of(found).tokens == 21_108, "read by the host that came back"
 

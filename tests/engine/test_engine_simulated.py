@@ -376,7 +376,7 @@ async def test_excess_requests_wait(model: LoadedModel, tmp_path: Path) -> None:
     async with opened(
         model, tmp_path, evolve(AT_ONCE, tokens_per_s=100, max_running=2, answer_tokens=60)
     ) as engines:
-        while engines._hosts[0]._load is None:  # noqa: ASYNC110 - its first report says how many it runs
+        while engines._hosts[0].load_report is None:  # noqa: ASYNC110 - its first report says how many it runs
             await trio.sleep(0.01)
         async with trio.open_nursery() as nursery:
             for _ in range(5):

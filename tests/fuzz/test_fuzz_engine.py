@@ -25,7 +25,8 @@ from tokens_kit import model
 
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
-from polarnode.engine.host import Host
+from polarnode.engine.host import Host, HostAdapters
+from polarnode.engine.host_process import HostProcess
 from polarnode.engine.protocol import (
     _CODES,
     _FIELDS,
@@ -153,12 +154,21 @@ class HostileEngine:
     @asynccontextmanager
     async def generate(self, order: GenerateOrder) -> AsyncIterator[AsyncIterator[Chunk]]:
         settings = EngineSettings(model_path=Path("/nowhere"), device="cpu", state_dir=Path("/nowhere"))
+        process = HostProcess(
+            index=0, gpus=(), settings=settings, ports=lambda: 1, environment={}, program=()
+        )
         host = Host(
-            index=0, gpus=(), settings=settings, ports=lambda: 1, environment={}, on_change=lambda: None, settled=trio.lowlevel.checkpoint,
-            program=(), state="ready", ready=READY,
-        )  # fmt: skip
+            index=0,
+            process=process,
+            adapters=HostAdapters(index=0, kept={}, ask=process.ask),
+            settings=settings,
+            on_change=lambda: None,
+            settled=trio.lowlevel.checkpoint,
+            state="ready",
+            ready=READY,
+        )
         self.hosts.append(host)
-        call = await host.begin(order, context_length=CONTEXT)
+        call = await host.calls.begin(order, context_length=CONTEXT)
         assert call is not None, "a host that serves nothing else takes it at once"
         ours, theirs = socket.socketpair()
         failed: EngineError | None = None
@@ -173,7 +183,7 @@ class HostileEngine:
             except EngineError as error:  # out of the nursery as it is, as from the real engines
                 failed = error
             finally:
-                host.end(call)
+                host.calls.end(call)
                 nursery.cancel_scope.cancel()
         if failed is not None:
             raise failed
@@ -190,12 +200,12 @@ class HostileEngine:
                 await stream.send_all(data[start : start + (1 << 14)])
 
     async def _host(self, host: Host, stream: trio.SocketStream) -> None:
-        """As `Host._converse` and `Host.run`, without a process."""
+        """As `HostProcess.run` and `Host.run`, without a process."""
         async with trio.open_nursery() as nursery:
-            host._process_scope = nursery.cancel_scope
-            await host._receive(stream, nursery)
+            host.process._scope = nursery.cancel_scope
+            await host.process._receive(stream, host._handle, nursery)
             nursery.cancel_scope.cancel()
-        host._on_exit(host._fatal_message or "its end was closed")
+        host._end_calls(host.process._failure or "its end was closed")
 
 
 async def sampled(sent: bytes) -> None:
@@ -208,7 +218,7 @@ async def sampled(sent: bytes) -> None:
                 async for _ in stream:
                     pass
     check_chunks(engine.taken)
-    assert not engine.hosts[0]._calls
+    assert not engine.hosts[0].calls.in_flight
 
 
 def check_chunks(taken: list[Chunk]) -> None:
