@@ -41,7 +41,8 @@ from polarnode.core.ports import Judge
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal import queries
+from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import EventFilters
@@ -280,16 +281,17 @@ async def _played(way: Way, task: TaskSpec, folder: Path, ready: int) -> Flow:
 
 async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ...]:
     """Run all of a task's sessions, and give their trajectories as the journal has them."""
-    log, journal = scheduler.log, scheduler.services.journal
-    assert isinstance(journal, Journal)
+    log = scheduler.log
+    assert isinstance(log, SqliteLog)
     task_id, _ = await scheduler.submit(task)
     seen = log.news
     while log.open_places:
         await log.wait_news(seen, LOOK_S)
         seen = log.news
-    await journal.flush()
-    page = await journal.events(0, filters=EventFilters(kinds=("trajectory",), task_id=task_id))
-    found = [await journal.trajectory(each.key.partition(":")[2]) for each in page.events]
+    reader = log.journal.reader
+    await log.journal.writer.flush()
+    page = await reader.events(0, filters=EventFilters(kinds=("trajectory",), task_id=task_id))
+    found = [await reader.query(queries.trajectory, each.key.partition(":")[2]) for each in page.events]
     return tuple(each for each in found if each is not None)
 
 
@@ -319,7 +321,7 @@ async def open_scheduler(
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
         services = NodeServices(
             identity=NodeIdentity(node="benchmark", model="none"),
-            journal=journal,
+            journal=journal.writer,
             runtimes=runtimes,
             stages=stages,
             serve_endpoint=_no_door,

@@ -115,7 +115,8 @@ async def test_evaluation_of_lost_node_is_finished(
         await first.finish_claim(held, end(held))
         evaluations = Evaluations(
             services=town.scheduler.services,
-            journal=journal,
+            journal_health=journal.health,
+            now=journal.now,
             log=second,
             incarnation=lambda: alive,
             workers=1,
@@ -222,7 +223,14 @@ async def test_sessions_spread_over_nodes(dsn: str, tmp_path: Path) -> None:
 @asynccontextmanager
 async def parents(log: Log, node: str, folder: Path) -> AsyncIterator[tuple[ForkNodes, Journal]]:
     async with open_journal(folder / f"{node}.sqlite", now=lambda: 9.0) as journal:
-        yield ForkNodes(log=log, journal=journal, node=node, snapshots=folder / node), journal
+        nodes = ForkNodes(
+            log=log,
+            journal_writer=journal.writer,
+            journal_reader=journal.reader,
+            node=node,
+            snapshots=folder / node,
+        )
+        yield nodes, journal
 
 
 async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
@@ -269,7 +277,7 @@ async def test_misplaced_fork_is_given_back(
             await trio.lowlevel.checkpoint()
             raise ForkElsewhere("it begins at node a, which has session root")
 
-        services = evolve(town.scheduler.services, journal=journal, insist_here=elsewhere)
+        services = evolve(town.scheduler.services, journal=journal.writer, insist_here=elsewhere)
         async with kit.scheduling(log, services, town) as scheduler:
             await scheduler.join(town.scheduler.facts)
             other = await join(log, "a")

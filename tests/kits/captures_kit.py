@@ -66,8 +66,8 @@ class Desk:
         return dict(answer.json())
 
     async def events(self) -> "list[str]":
-        await self.journal.flush()
-        return [event.key for event in (await self.journal.events(0)).events]
+        await self.journal.writer.flush()
+        return [event.key for event in (await self.journal.reader.events(0)).events]
 
 
 @asynccontextmanager
@@ -104,7 +104,7 @@ async def open_capture_node(
     ):
         services = NodeServices(
             identity=NodeIdentity(node="node-0", model="tiny"),
-            journal=journal,
+            journal=journal.writer,
             runtimes=MemoryRuntimes(),  # type: ignore[arg-type]  # held to the same contract as the real one
             stages=StageSlots(
                 live=PrioritySemaphore(limit=0),
@@ -149,7 +149,8 @@ async def open_capture_node(
             service = TaskTaker(journal=journal, captures=captures)
             evaluations = Evaluations(
                 services=services,
-                journal=journal,
+                journal_health=journal.health,
+                now=journal.now,
                 log=scheduler.log,
                 incarnation=lambda: scheduler.incarnation,
                 workers=1,

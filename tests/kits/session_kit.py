@@ -275,20 +275,21 @@ async def life(
     sessions.
     """
     async with open_journal(path, now=time.time) as journal, town(path.parent, programs) as place:
+        log = SqliteLog(journal)
         services = evolve(
             place.scheduler.services,
             identity=NodeIdentity(node="n1", model="tiny"),
-            journal=journal,
-            fork_parent=journal.fork_parent,
-            earlier_attempts=journal.earlier_attempts,
+            journal=journal.writer,
+            fork_parent=log.fork_parent,
+            earlier_attempts=log.earlier_attempts,
         )
-        async with scheduling(SqliteLog(journal), services, place) as scheduler:
+        async with scheduling(log, services, place) as scheduler:
             joined = await scheduler.log.join(NodeFacts(name="n1"))
             scheduler.incarnation = scheduler.registry.results.incarnation = joined.incarnation
             yield journal, scheduler, place
             while scheduler.log.open_places > len(scheduler.registry.results.unwritten):  # noqa: ASYNC110
                 await trio.sleep(0.005)
-        await journal.flush()
+        await journal.writer.flush()
 
 
 @asynccontextmanager
