@@ -93,8 +93,8 @@ def trajectory(number: int) -> Trajectory:
 
 def publish(journal: Journal, number: int) -> None:
     for index in range(TURNS):
-        journal.record_turn(attrs.evolve(turn(index), session_id=f"s{number}"))
-    journal.write(end_entry(pack_ended(trajectory(number), finished=journal.now())))
+        journal.writer.record_turn(attrs.evolve(turn(index), session_id=f"s{number}"))
+    journal.writer.write(end_entry(pack_ended(trajectory(number), finished=journal.now())))
 
 
 @asynccontextmanager
@@ -103,7 +103,7 @@ async def serving(folder: Path, sessions: int) -> AsyncIterator[tuple[Journal, A
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
         for number in range(sessions):
             publish(journal, number)
-        await journal.flush()
+        await journal.writer.flush()
         service: Any = NoNode(journal)
         async with open_server(
             control_plane(ControlRoutes(service=service).rows(), token=None),
@@ -127,7 +127,7 @@ async def read_all(
     journal: Journal, address: Address, readers: int, arrays: str, *, kept: int = CACHE_BYTES
 ) -> Reading:
     """So many readers at once read everything; `kept` bytes of JSON are kept for the next."""
-    journal._event_cache = ByteCache(limit=kept)
+    journal.reader._event_cache = ByteCache(limit=kept)
     outputs: list[str] = []
 
     async def read() -> None:

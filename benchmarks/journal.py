@@ -45,8 +45,8 @@ async def measure(folder: Path, turns: int) -> None:
         made = [turn(index) for index in range(turns)]
         began = time.perf_counter()
         for each in made:
-            journal.record_turn(each)
-        await journal.flush()
+            journal.writer.record_turn(each)
+        await journal.writer.flush()
         print(f"{turns / (time.perf_counter() - began):,.0f} durable turns a second, written together")
         await one_by_one(journal, turns)
 
@@ -56,8 +56,8 @@ async def one_by_one(journal: Journal, first: int) -> None:
     took = []
     for index in range(first, first + FLUSHES):
         began = time.perf_counter()
-        journal.record_turn(turn(index))
-        await journal.flush()
+        journal.writer.record_turn(turn(index))
+        await journal.writer.flush()
         took.append(time.perf_counter() - began)
     took.sort()
     print(

@@ -31,7 +31,8 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSession, LiveSessions
 from polarnode.http.server import MAX_CAPTURE_CONNECTIONS, Address, Certificate, open_server
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.journal import open_journal
+from polarnode.journal.writer import JournalWriter
 from polarnode.merge.lineage import Lineages
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.opening import rare_collections
@@ -47,7 +48,7 @@ TICK = 0.05
 class Figures:
     """What the gateway knows of itself."""
 
-    journal: Journal
+    writer: JournalWriter
     lags: list[float] = field(factory=list)
     turns: int = 0
     extended: int = 0
@@ -60,7 +61,7 @@ class Figures:
         self.turns += 1
         self.extended += turn.parent is not None
         self.sampled += len(turn.sampled)
-        self.journal.record_turn(turn)
+        self.writer.record_turn(turn)
 
     def watch_collections(self) -> None:
         """The time Python's garbage collector takes."""
@@ -152,7 +153,7 @@ async def main(settings: dict[str, Any]) -> None:
             open_journal(folder / "journal" / "journal.sqlite", now=time.time) as journal,
             open_engines(engine) as engines,
         ):
-            figures = Figures(journal)
+            figures = Figures(journal.writer)
             plane = ModelPlane(sessions=sessions(settings["sessions"], figures), model=served(model, engines))
             # beside the load: what is measured is the node's own core
             os.sched_setaffinity(engines.statistics().hosts[0].pid or 0, settings["beside"])
@@ -175,7 +176,7 @@ async def answer(figures: Figures, served: dict[str, Any], folder: Path) -> None
         nursery.start_soon(figures.watch_lag)
         emit(served)
         while await trio.to_thread.run_sync(sys.stdin.readline):
-            await figures.journal.flush()
+            await figures.writer.flush()
             emit(figures.as_json(folder))
         nursery.cancel_scope.cancel()
 

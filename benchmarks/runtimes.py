@@ -42,7 +42,8 @@ from polarnode.core.ports import Judge
 from polarnode.core.task import Budgets, EvaluatorSpec, HarnessSpec, PrepareStep, RuntimeSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.gateway.live_sessions import LiveSessions
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal import queries
+from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import EventFilters
@@ -288,8 +289,8 @@ async def _played(way: Way, task: TaskSpec, folder: Path, ready: int) -> Flow:
 
 async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ...]:
     """Run all of a task's sessions, and give their trajectories as the journal has them."""
-    log, journal = scheduler.log, scheduler.services.journal
-    assert isinstance(journal, Journal)
+    log = scheduler.log
+    assert isinstance(log, SqliteLog)
     submission = TaskSubmission(
         log=log,
         admission=scheduler.admission,
@@ -302,9 +303,10 @@ async def run_task(scheduler: Scheduler, task: TaskSpec) -> tuple[Trajectory, ..
     while log.open_places:
         await log.wait_news(seen, LOOK_S)
         seen = log.news
-    await journal.flush()
-    page = await journal.events(0, filters=EventFilters(kinds=("trajectory",), task_id=task_id))
-    found = [await journal.trajectory(each.key.partition(":")[2]) for each in page.events]
+    reader = log.journal.reader
+    await log.journal.writer.flush()
+    page = await reader.events(0, filters=EventFilters(kinds=("trajectory",), task_id=task_id))
+    found = [await reader.query(queries.trajectory, each.key.partition(":")[2]) for each in page.events]
     return tuple(each for each in found if each is not None)
 
 
@@ -334,7 +336,7 @@ async def open_scheduler(
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
         tally = NodeCounters()
         services = session.SessionServices(
-            journal=journal,
+            journal=journal.writer,
             stages=stages,
             parents=NoParents(),
             snapshots=NodeSnapshots(folder=folder, runtimes=runtimes, tally=tally),
@@ -355,7 +357,7 @@ async def open_scheduler(
                 ),
                 services=services,
                 session_factory=LiveSessionFactory(
-                    journal=journal, tally=tally, drops_thinking=lambda _: False
+                    journal=journal.writer, tally=tally, drops_thinking=lambda _: False
                 ),
                 sessions_by_key=LiveSessions(),
                 now=time.time,

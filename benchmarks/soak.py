@@ -30,6 +30,7 @@ from attrs import define, field, frozen
 from polarnode.client import PolarnodeClient
 from polarnode.containers.probe import default_state_dir, store_at
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 
 AGENT = """
@@ -243,10 +244,12 @@ async def trajectories(state: Path) -> list[Trajectory]:
     """What the journal holds, read after the node is gone."""
     async with open_journal(state / "journal.sqlite", now=lambda: 0.0) as journal:
         found, before = [], None
-        while page := await journal.tasks(limit=100, before=before):
+        while page := await journal.reader.query(queries.tasks, limit=100, before=before):
             before = page[-1].task_id
             found += [
-                await journal.trajectory(session.session_id) for task in page for session in task.sessions
+                await journal.reader.query(queries.trajectory, session.session_id)
+                for task in page
+                for session in task.sessions
             ]
     return [each for each in found if each is not None]
 

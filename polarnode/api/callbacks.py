@@ -46,7 +46,7 @@ from polarnode.core.cursors import Cursor
 from polarnode.core.errors import PolarnodeError, Refused, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.journal.log.port import LeasedCallback, Log, LogUnavailable
-from polarnode.journal.pending_callbacks import EVENT_FORMAT, CallbackCounts
+from polarnode.journal.pending_callbacks import EVENT_FORMAT, EVENT_KINDS, CallbackCounts
 from polarnode.journal.values import DEFAULT_KINDS, EventFilters, EventKind, StoredEvent, TaskRecord
 from polarnode.support.bounded import remember
 from polarnode.support.concurrency import open_background
@@ -408,6 +408,11 @@ class CallbackService:
                 f"must be one of {', '.join(map(repr, names))}, not {spec.callback_format!r}",
                 path="$.callback_format",
             )
+
+    def kinds_for(self, spec: TaskSpec) -> tuple[EventKind, ...]:
+        """The kinds of events that are sent to the task's callback."""
+        chosen = self.poster.formats.get(spec.callback_format)
+        return EVENT_KINDS if chosen is None else chosen.kinds
 
     def statistics(self) -> CallbackStatistics:
         """The current counts."""

@@ -191,7 +191,7 @@ class ControlRoutes:
                 f"session {session.session_id!r} is not over yet: its turns are at GET"
                 f" /v1/sessions/{session.session_id}"
             )
-        body = await self.service.journal.run_in_thread(partial(self._trajectory_body, found, query))
+        body = await self.service.journal.reader.run_in_thread(partial(self._trajectory_body, found, query))
         return Response(body, content_type="application/json")
 
     def _trajectory_body(self, trajectory: Trajectory, query: Query) -> bytes:
@@ -218,7 +218,9 @@ class ControlRoutes:
             return dump_json({"session": session_record_json(record), "turns": rows, "trajectory": whole})
 
         make = partial(body, None) if found is None else partial(encode_trajectory, body, found)
-        return Response(await self.service.journal.run_in_thread(make), content_type="application/json")
+        return Response(
+            await self.service.journal.reader.run_in_thread(make), content_type="application/json"
+        )
 
     async def artifacts(self, session_id: str) -> Response:
         """The tar of the artifacts that its task names."""
@@ -257,7 +259,7 @@ class ControlRoutes:
     async def export(self) -> Response:
         query = read_query(request.args, "arrays", "turns", "format", "kind", *FILTER_PARAMETERS)
         log = self.service.log
-        return export(log, self.service.journal.run_in_thread, query, await log.last_cursor())
+        return export(log, self.service.journal.reader.run_in_thread, query, await log.last_cursor())
 
     # ── the node ──────────────────────────────────────────────────────────────
 
@@ -268,7 +270,7 @@ class ControlRoutes:
         read_query(request.args)
         await trio.lowlevel.checkpoint()
         log, standing = self.service.log, self.service.log.log_status
-        journal = with_log_status(self.service.journal.statistics(), standing, now=time.time())
+        journal = with_log_status(self.service.journal.health.statistics(), standing, now=time.time())
         away = await log.unavailable_reason()
         kind = "postgresql" if log.shared else "sqlite"
         return json_response(

@@ -34,6 +34,7 @@ from polarnode.core.status import (
 )
 from polarnode.core.task import CaptureEnd, CaptureSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory, Turn
+from polarnode.journal import queries
 from polarnode.journal.log.port import Log, LogUnavailable
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ async def turns_of(service: NodeService, session: SessionRecord) -> tuple[Turn, 
     """
     if session.outcome is not None:
         return await service.log.turns(session.session_id)
-    return await service.journal.turns(session.session_id)
+    return await service.journal.reader.query(queries.turns, session.session_id)
 
 
 # ── errors ────────────────────────────────────────────────────────────

@@ -36,7 +36,9 @@ from polarnode.core import codec
 from polarnode.core.conversation import Json
 from polarnode.core.errors import ConfigError, ModelError, boundary
 from polarnode.core.trajectory import Trajectory
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal import queries
+from polarnode.journal.journal import open_journal
+from polarnode.journal.reader import JournalReader
 from polarnode.node import checks
 from polarnode.node.config import NodeConfig
 from polarnode.offline.acceptance import AcceptanceResult, AcceptanceRule, judge, parse_acceptance
@@ -174,7 +176,7 @@ class ExportResult:
 
 
 async def export(
-    journal: Journal,
+    reader: JournalReader,
     slots: Sequence[Slot],
     *,
     acceptance: AcceptanceRule,
@@ -190,7 +192,7 @@ async def export(
     with ExitStack() as stack:
         files = DatasetFiles(out=out, options=options, split=split, words=words, stack=stack)
         for slot in slots:
-            trajectory = await _last(journal, slot)
+            trajectory = await _last(reader, slot)
             if trajectory is not None:
                 judged = judge(acceptance, trajectory)
                 tally.add(trajectory, judged)
@@ -203,14 +205,14 @@ async def export(
     return ExportResult(tally=tally, files=dict(files.counts), words=words, split=split, notes=tuple(notes))
 
 
-async def _last(journal: Journal, slot: Slot) -> Trajectory | None:
+async def _last(reader: JournalReader, slot: Slot) -> Trajectory | None:
     """The last ended attempt at a slot, with the ids of the task and sample it stands for."""
     number, ended = 0, None
-    while (record := await journal.task(slot.named(number))) is not None:
+    while (record := await reader.query(queries.task, slot.named(number))) is not None:
         number += 1
         if record.sessions[0].outcome is not None:
             ended = record.sessions[0].session_id
-    trajectory = await journal.trajectory(ended) if ended is not None else None
+    trajectory = await reader.query(queries.trajectory, ended) if ended is not None else None
     if trajectory is None:
         return None
     return evolve(trajectory, task_id=slot.task, group_id=slot.group, sample_index=slot.sample)
@@ -455,7 +457,7 @@ def _begin(request: GenerationRequest, config: NodeConfig, tasks: Sequence[Sourc
 async def _work(config: NodeConfig, request: GenerationRequest, slots: Sequence[Slot]) -> PendingWork:
     """The work that is still to be run, according to the journal."""
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
-        attempts = await list_attempts(journal, slots, request.acceptance)
+        attempts = await list_attempts(journal.reader, slots, request.acceptance)
     todo = [slot for slot in slots if not finished(attempts[slot], retry_empty=request.retry_empty)]
     missing = frozenset(todo)
     accepted = sum(attempts[slot][-1].accepted for slot in slots if slot not in missing)
@@ -502,7 +504,7 @@ async def _export_journal(
 ) -> ExportResult:
     async with open_journal(Path(config.state_dir) / "journal.sqlite", now=_no_clock) as journal:
         return await export(
-            journal,
+            journal.reader,
             slots,
             acceptance=request.acceptance,
             options=request.export,

@@ -18,7 +18,8 @@ from polarnode.cli import output
 from polarnode.cli.run import FRAME_ROWS, PLAIN_REFRESH_S, REFRESH_INTERVAL_S, on_own_node
 from polarnode.cli.stopping import StopRequest
 from polarnode.core import codec
-from polarnode.journal.journal import Journal
+from polarnode.journal import queries
+from polarnode.journal.reader import JournalReader
 from polarnode.journal.values import EventFilters, StoredEvent, TaskRecord
 from polarnode.node.config import NodeConfig
 from polarnode.node.node import Node
@@ -54,34 +55,36 @@ class GenerationRun:
 
 
 async def list_attempts(
-    journal: Journal, slots: Sequence[Slot], acceptance: AcceptanceRule
+    reader: JournalReader, slots: Sequence[Slot], acceptance: AcceptanceRule
 ) -> Mapping[Slot, list[Attempt]]:
     """The attempts at each slot. An attempt that has not ended counts as interrupted."""
-    return {slot: await attempts_at(journal, slot, acceptance) for slot in slots}
+    return {slot: await attempts_at(reader, slot, acceptance) for slot in slots}
 
 
-async def attempts_at(journal: Journal, slot: Slot, acceptance: AcceptanceRule) -> list[Attempt]:
+async def attempts_at(reader: JournalReader, slot: Slot, acceptance: AcceptanceRule) -> list[Attempt]:
     """The attempts at one slot, in order."""
     found: list[Attempt] = []
-    while (record := await journal.task(slot.named(len(found)))) is not None:
-        found.append(await _attempt(journal, record, acceptance))
+    while (record := await reader.query(queries.task, slot.named(len(found)))) is not None:
+        found.append(await _attempt(reader, record, acceptance))
     return found
 
 
-async def latest(journal: Journal, slot: Slot) -> TaskRecord | None:
+async def latest(reader: JournalReader, slot: Slot) -> TaskRecord | None:
     """The task of the last attempt at a slot."""
     found, number = None, 0
-    while (record := await journal.task(slot.named(number))) is not None:
+    while (record := await reader.query(queries.task, slot.named(number))) is not None:
         found, number = record, number + 1
     return found
 
 
-async def _attempt(journal: Journal, record: TaskRecord, acceptance: AcceptanceRule) -> Attempt:
+async def _attempt(reader: JournalReader, record: TaskRecord, acceptance: AcceptanceRule) -> Attempt:
     """The attempt of a task, which has one session. Whether an answer is empty is in its trajectory."""
     session = record.sessions[0]
     if session.outcome is None:
         return Attempt(session_id=session.session_id, status="interrupted", empty=False)
-    trajectory = await journal.trajectory(session.session_id) if session.sampled_tokens else None
+    trajectory = (
+        await reader.query(queries.trajectory, session.session_id) if session.sampled_tokens else None
+    )
     if trajectory is None:
         return Attempt(
             session_id=session.session_id, status=session.outcome.status, empty=not session.sampled_tokens
@@ -124,7 +127,7 @@ async def _run(node: Node, work: PendingWork, stop: StopRequest, console: Consol
         nursery.start_soon(_watch, running, console)
         await running.run()
         nursery.cancel_scope.cancel()
-    await node.journal.flush()
+    await node.journal.writer.flush()
     return GenerationRun(wall_s=trio.current_time() - started, stopped=running.stopped, ended=running.ended)
 
 
@@ -172,14 +175,13 @@ class RunningWork:
     async def run(self) -> None:
         """Run every slot to its end."""
         journal = self.node.journal
-        seen = (
-            journal.last_seq
-        )  # taken before the journal is read, so that an end in between is seen twice, not missed
+        # This is taken before the journal is read, so that an end in between is seen twice, not missed.
+        seen = journal.commits.progress.last_seq
         await self._sort_slots()
         await self._fill()
         while self._running:
-            await journal.wait_event_after(seen)
-            page = await journal.events(seen, filters=ENDS)
+            await journal.commits.wait_event_after(seen)
+            page = await journal.reader.events(seen, filters=ENDS)
             seen = page.seen
             for event in page.events:
                 await self._task_ended(event)
@@ -191,7 +193,7 @@ class RunningWork:
         """
         for slot in self.work.slots:
             # The record is read before the attempts, so that an end in between arrives as an event.
-            record = await latest(self.node.journal, slot)
+            record = await latest(self.node.journal.reader, slot)
             self._attempts[slot] = await self._look(slot)
             if record is not None and not record.finished:
                 self._running[record.task_id] = slot
@@ -199,7 +201,7 @@ class RunningWork:
                 self._settle(slot)
 
     async def _look(self, slot: Slot) -> list[Attempt]:
-        return await attempts_at(self.node.journal, slot, self.work.acceptance)
+        return await attempts_at(self.node.journal.reader, slot, self.work.acceptance)
 
     def _settle(self, slot: Slot) -> None:
         """Count a slot that does not run as done, or queue it."""

@@ -38,6 +38,7 @@ from polarnode.core.errors import ConfigError, Refused, RuntimeFault, boundary
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Trajectory
 from polarnode.groups.group import stopped_early
+from polarnode.journal import queries
 from polarnode.journal.damage import encode_trajectory
 from polarnode.merge.trajectory import violated_invariant
 from polarnode.node import checks
@@ -184,10 +185,14 @@ async def _sessions(node: Node, specs: Sequence[TaskSpec], stop: StopRequest, co
     if stop.requested:
         node.cancel_all()
     await _watch(node, frozenset(samples), console)
-    await node.journal.flush()
-    tasks = [await node.journal.task(task_id) for task_id in dict.fromkeys(task_id for task_id, _ in samples)]
+    await node.journal.writer.flush()
+    reader = node.journal.reader
+    tasks = [
+        await reader.query(queries.task, task_id)
+        for task_id in dict.fromkeys(task_id for task_id, _ in samples)
+    ]
     found = [
-        await node.journal.trajectory(each.session_id)
+        await reader.query(queries.trajectory, each.session_id)
         for task in tasks
         if task is not None
         for each in task.sessions

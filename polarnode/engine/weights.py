@@ -42,7 +42,7 @@ from polarnode.engine.weight_values import (
     loads,
     source_record,
 )
-from polarnode.journal.journal import Journal
+from polarnode.journal.health import JournalHealth
 from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import LOG_RETRY_S, Log, LogUnavailable, LogWeights, NodeRow
 from polarnode.support.concurrency import open_background
@@ -226,7 +226,8 @@ class Weights:
     """
 
     engines: Engines
-    journal: Journal
+    journal_health: JournalHealth
+    now: Callable[[], float]
     log: Log
     model: str
     name: str
@@ -466,7 +467,7 @@ class Weights:
 
     async def write_down(self, served: Served) -> None:
         """Record a version, for at most WRITTEN_S. Raises LogAway if a log that others share lacks it."""
-        add, now = self.log.add_weights, self.journal.now()
+        add, now = self.log.add_weights, self.now()
         await self.written(partial(add, served.version, served_json(served), model=self.name, at=now))
 
     async def written(self, write: Callable[[], Awaitable[None]]) -> None:
@@ -690,7 +691,7 @@ class Weights:
         """Raise Conflict while an update is open, or while the memory of the weights is lent. Raise
         JournalDamaged if the version could not be written down.
         """
-        self.journal.require_undamaged()
+        self.journal_health.require_undamaged()
         self.require_closed()
         if "weights" in self.released:
             raise Conflict(
@@ -765,9 +766,10 @@ class Weights:
 @asynccontextmanager
 async def open_weights(
     engines: Engines,
-    journal: Journal,
+    journal_health: JournalHealth,
     log: Log,
     *,
+    now: Callable[[], float],
     model: str,
     name: str,
     copies: Path,
@@ -775,7 +777,14 @@ async def open_weights(
 ) -> AsyncIterator[Weights]:
     """The weights of a node, with a task that watches for updates whose trainer is gone."""
     weights = Weights(
-        engines=engines, journal=journal, log=log, model=model, name=name, copies=copies, warning=warning
+        engines=engines,
+        journal_health=journal_health,
+        now=now,
+        log=log,
+        model=model,
+        name=name,
+        copies=copies,
+        warning=warning,
     )
     await retry_until_answered(weights.read_order, meanwhile="the node waits to start")
     weights.note_start()

@@ -436,8 +436,8 @@ _AFTER_RUNS: Final = ":run."  # '.' comes after '-', so every name with a number
 
 
 def latest_run(db: sqlite3.Connection, name: str) -> TaskRecord | None:
-    """The last task that was submitted under this name. Earlier ones may be pruned, so the numbers may begin
-    anywhere.
+    """The last task that was submitted under this name. Later tasks of one name have numbers
+    (`RUN_SEPARATOR`), which may begin anywhere, because earlier ones may be pruned.
     """
     query = (
         "SELECT task_id FROM tasks WHERE task_id = ? OR (task_id > ? AND task_id < ?) ORDER BY number DESC"

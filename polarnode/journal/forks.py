@@ -35,7 +35,9 @@ class ForkParent:
 
 
 def fork_parent(db: sqlite3.Connection, session_id: str, turn: int) -> ForkParent | None:
-    """The parent of forks that begin at turn `turn`; None when the journal does not have it."""
+    """The parent of forks that begin at turn `turn`; None when it is unknown or pruned. It may be live or
+    have just ended, so the caller flushes the writer first.
+    """
     found = queries.session(db, session_id)
     if found is None:
         return None
@@ -70,7 +72,9 @@ class EarlierAttempt:
 
 
 def earlier_attempts(db: sqlite3.Connection, place: Identity) -> tuple[EarlierAttempt, ...]:
-    """The earlier sessions of a session's place, the last one first. A damaged row ends the list."""
+    """The earlier sessions of a session's place, the last one first. A damaged row ends the list. The caller
+    flushes the writer first, because these sessions may have just ended.
+    """
     query = (
         "SELECT session_id FROM sessions WHERE task_id = ? AND sample_index = ? AND attempt < ?"
         " ORDER BY attempt DESC"
@@ -100,7 +104,9 @@ ORDER BY rowid LIMIT ?2"""
 
 
 def forks(db: sqlite3.Connection, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
-    """The first forks of a session. The query looks at the identity of each session that began later."""
+    """The first forks of a session, in the order in which they began. The query looks at the identity of each
+    session that began later.
+    """
     with read_snapshot(db):
         rows = db.execute(queries.SELECT_SESSION + WHERE_FORK_OF, (session_id, limit)).fetchall()
         return tuple(queries.read_session(db, row) for row in rows)

@@ -20,9 +20,10 @@ from polarnode.core.conversation import Json
 from polarnode.core.errors import Unreadable
 from polarnode.journal.damage import Damage, checksum, decode_boundary, note_damage, verify_checksum
 from polarnode.journal.entries import ROW_BYTES, JournalEntry
-from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Claim, EndedSession
 from polarnode.journal.queries import MAX_TURN_NUMBER, readable_turns
+from polarnode.journal.reader import JournalReader
+from polarnode.journal.writer import JournalWriter
 
 # An acknowledged result is kept for this long, and for at most this many bytes. A site promotes a standby in
 # less time, and a standby that is further behind is of no use. The bytes hold some minutes of a busy node.
@@ -46,14 +47,15 @@ class StoredResult:
 class ResultStore:
     """The results that a journal keeps for a shared log."""
 
-    journal: Journal
+    writer: JournalWriter
+    reader: JournalReader
     now: Callable[[], float]  # seconds since the epoch
 
     def store_result(self, claim: Claim | None, ended: EndedSession) -> None:
         """Enqueue a result for the journal. This never waits."""
         about = dump_json({"claim": _claim_json(claim), "ended": plain(without_parts(ended))})
         row = (ended.identity.session_id, about, ended.parts[0])
-        self.journal.write(
+        self.writer.write(
             JournalEntry(ROW_BYTES + len(about) + len(row[2]), partial(_insert_result, row=row))
         )
 
@@ -61,7 +63,7 @@ class ResultStore:
         """Note that the log acknowledged a result. It is still kept, because a standby may not have it
         yet.
         """
-        self.journal.write(
+        self.writer.write(
             JournalEntry(ROW_BYTES, partial(_mark_acknowledged, session_id=session_id, at=self.now()))
         )
 
@@ -69,22 +71,22 @@ class ResultStore:
         """Note that no result is acknowledged any more. The log has another identity now and may lack all of
         them, so each is kept until this log acknowledges it.
         """
-        self.journal.write(JournalEntry(ROW_BYTES, _clear_acknowledgements))
+        self.writer.write(JournalEntry(ROW_BYTES, _clear_acknowledgements))
 
     async def load_result(self, ended: EndedSession) -> EndedSession:
         """Load the trajectory of a result, and the turns that this journal has of it. Raises Unreadable."""
-        await self.journal.flush()
-        parts = await self.journal.query(_read_parts, ended.identity.session_id)
+        await self.writer.flush()
+        parts = await self.reader.query(_read_parts, ended.identity.session_id)
         return evolve(ended, parts=parts)
 
     async def read_all(self) -> tuple[StoredResult, ...]:
         """All results that are kept and can be read, the oldest first."""
-        await self.journal.flush()
-        return await self.journal.query(read_results)
+        await self.writer.flush()
+        return await self.reader.query(read_results)
 
     def delete_old(self) -> None:
         """Delete results that were acknowledged long ago, with the turns of their sessions."""
-        self.journal.write(
+        self.writer.write(
             JournalEntry(ROW_BYTES, partial(_delete_old_results, before=self.now() - KEEP_ACKNOWLEDGED_S))
         )
 

@@ -1,6 +1,7 @@
 """Reads of the journal, and a cache of recently encoded events.
 
-The reads are plain functions of a read connection, each within one snapshot; `Journal` runs them in threads.
+The reads are plain functions of a read connection, each within one snapshot; `JournalReader.query` runs them
+in threads.
 A page of events is bounded in bytes, because one trajectory may be tens of megabytes as JSON. A reader whose
 filters match nothing must still advance. Events never change, so cached bytes stay valid.
 """
@@ -139,6 +140,7 @@ def recorded_task(db: sqlite3.Connection, task_id: str) -> TaskRecord:
 
 
 def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | None:
+    """The first task that was submitted with this idempotency key."""
     with read_snapshot(db):
         row = db.execute(
             SELECT_TASK + "WHERE idempotency_key = ? ORDER BY number LIMIT 1", (idempotency_key,)
@@ -146,8 +148,8 @@ def task_of_key(db: sqlite3.Connection, idempotency_key: str) -> TaskRecord | No
         return None if row is None else _read_task(db, row)
 
 
-def tasks(db: sqlite3.Connection, limit: int, before: str | None) -> tuple[TaskRecord, ...]:
-    """Tasks, newest first. `before` is the last task of the previous page."""
+def tasks(db: sqlite3.Connection, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
+    """Tasks, newest first. `before` is the last task_id of the previous page."""
     older = "WHERE ?1 IS NULL OR number < (SELECT number FROM tasks WHERE task_id = ?1) "
     with read_snapshot(db):
         rows = db.execute(SELECT_TASK + older + "ORDER BY number DESC LIMIT ?2", (before, limit)).fetchall()
@@ -287,6 +289,7 @@ def _turn_row(db: sqlite3.Connection, session_id: str, number: int) -> Row:
 
 
 def trajectory(db: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    """A session's trajectory with all its turns. None when the session is unknown, pruned or not over."""
     with read_snapshot(db):
         return _read_trajectory(db, session_id)
 
@@ -376,7 +379,9 @@ def identity_of(db: sqlite3.Connection, session_id: str) -> Identity | None:
 
 
 def unfinished_sessions(db: sqlite3.Connection) -> tuple[UnfinishedSession, ...]:
-    """Sessions of earlier runs that have no trajectory, in the order in which they were submitted."""
+    """Sessions of earlier runs of the node that have no trajectory, in the order in which they were
+    submitted. The caller publishes one for each, so that it ends `interrupted`.
+    """
     earlier = "outcome IS NULL AND life < (SELECT value FROM meta WHERE name = 'life') ORDER BY rowid"
     with read_snapshot(db):
         found = tuple(

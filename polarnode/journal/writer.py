@@ -1,10 +1,14 @@
-"""The journal's one writing thread. It takes all that is queued, commits it together, and reports progress.
+"""How the journal is written: the calls of the event loop, the one thread that commits, and the wait for it.
 
-`put` never waits and never fails, because the event loop calls it as the last act of a session. An entry
-leaves memory only when its commit is on disk, or when it alone can never be written because of a damaged page
-or a bug. Such an entry is logged and counted, and from then on `damage` says so, because what comes next may
-be lost too. While the disk is full the backlog waits in memory. After `stop` the thread ends when the backlog
-is written or cannot be.
+Invariant: a session's writes are in order and never wait. What must not be lost is enqueued by a plain call,
+because a Trio checkpoint between "done" and "recorded" can lose a finished rollout. Such a call never fails,
+because it is the last act of a session. There is one queue and one thread: the thread takes all that is
+queued, commits it together, and reports the commit to the event loop.
+
+An entry leaves memory only when its commit is on disk, or when it alone can never be written because of a
+damaged page or a bug. Such an entry is logged and counted, and from then on `damage` says so, because what
+comes next may be lost too. While the disk is full the queue waits in memory. After `stop` the thread ends
+when the queue is written or cannot be.
 """
 
 import logging
@@ -16,11 +20,15 @@ from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 
+import trio
 from attrs import define, evolve, field
 
+from polarnode.core.errors import JournalDamaged
+from polarnode.core.trajectory import Turn
 from polarnode.journal.damage import is_corrupt
 from polarnode.journal.disk import probe_disk
-from polarnode.journal.entries import JournalEntry
+from polarnode.journal.entries import JournalEntry, session_entry, turn_entry
+from polarnode.journal.log.news import NewsCounter
 from polarnode.journal.retention import (
     PruneInputs,
     acknowledged_seq,
@@ -31,8 +39,94 @@ from polarnode.journal.retention import (
 )
 from polarnode.journal.schema import transaction
 from polarnode.journal.values import AwaitedConsumers, JournalProgress, RetentionLimits
+from polarnode.merge.trajectory import Identity
 
 logger = logging.getLogger(__name__)
+
+# ── the calls ─────────────────────────────────────────────────────────────────
+
+
+@define(eq=False)
+class JournalWriter:
+    """The writes of the event loop. Entries are written in the order of the calls; those without `async`
+    never wait.
+    """
+
+    _thread: "WriterThread"
+    _commits: "CommitWatch"
+
+    def record_session(self, identity: Identity) -> None:
+        """Record the identity of a session. A session without a task begins with this. The entry may wait to
+        be committed with others, as a turn may: nothing that could be lost is known of the session before it.
+        """
+        self._thread.enqueue(session_entry(identity), gather=True)
+
+    def record_turn(self, turn: Turn) -> None:
+        """Record a finished model call. A second turn with the same index replaces it."""
+        self._thread.enqueue(turn_entry(turn), gather=True)
+
+    def write(self, entry: JournalEntry) -> int:
+        """Enqueue an entry that another module made, and return its number."""
+        return self._thread.enqueue(entry)
+
+    async def commit(self, entry: JournalEntry) -> None:
+        """Enqueue an entry before the first checkpoint, and return when it is on disk. Raises JournalDamaged
+        when it could not be written.
+        """
+        dropped = self._thread.dropped
+        await self.wait_written(self._thread.enqueue(entry))
+        if self._thread.dropped != dropped:
+            raise JournalDamaged(self._thread.damage or "")
+
+    async def flush(self) -> None:
+        """Return when everything that was enqueued before this call is on disk. Raises JournalDamaged when
+        some of it could not be written.
+        """
+        dropped = self._thread.dropped
+        await self.wait_written(self._thread.enqueued_entries)
+        if self._thread.dropped != dropped:
+            raise JournalDamaged(self._thread.damage or "")
+
+    async def wait_written(self, number: int) -> None:
+        """Return when the entry with this number is on disk or dropped, and all entries before it."""
+        if self._commits.progress.entries < number:
+            self._thread.commit_soon()
+        await self._commits.wait_entry(number)
+
+
+# ── commits, as the event loop knows them ─────────────────────────────────────
+
+
+@define(eq=False)
+class CommitWatch:
+    """The state after the last commit, and the waits for later ones. Reading it needs no disk access."""
+
+    progress: JournalProgress
+    news: NewsCounter = field(factory=NewsCounter, init=False)  # counts commits that wrote events
+    _next_commit: trio.Event = field(factory=trio.Event, init=False)  # set and replaced at every commit
+
+    def note_commit(self, progress: JournalProgress) -> None:
+        """Note what a commit left, and wake those who wait."""
+        before, self.progress = self.progress, progress
+        if progress.last_seq != before.last_seq:
+            self.news.announce()
+        committed, self._next_commit = self._next_commit, trio.Event()
+        committed.set()
+
+    async def wait_entry(self, number: int) -> None:
+        """Return when the entry with this number was part of a commit."""
+        while self.progress.entries < number:
+            await self._next_commit.wait()
+        await trio.lowlevel.checkpoint()
+
+    async def wait_event_after(self, seq: int) -> None:
+        """Return when there is an event after `seq`."""
+        while self.progress.last_seq <= seq:
+            await self._next_commit.wait()
+        await trio.lowlevel.checkpoint()
+
+
+# ── the thread ────────────────────────────────────────────────────────────────
 
 # A commit of this size takes about 0.1 s. A larger one would only make its first entry wait longer.
 MAX_BATCH_BYTES = 16 << 20
@@ -58,9 +152,9 @@ PERMANENT_ERRORS = {
 
 
 @define(eq=False)
-class JournalWriter:
-    """Owns the writing connection and the backlog. `on_progress` is called in the writer's thread after every
-    commit.
+class WriterThread:
+    """The thread that commits. It owns the writing connection and the queue. `on_progress` is called in it
+    after every commit.
     """
 
     path: Path
@@ -150,7 +244,7 @@ class JournalWriter:
             since=since if self._opened_at <= since else -inf, connected=self.connected_consumers
         )
 
-    # ── the thread ────────────────────────────────────────────────────────────
+    # ── in the thread ─────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:

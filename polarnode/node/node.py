@@ -105,7 +105,7 @@ class Node:
         if self.membership.draining and not self.log.shared:  # other nodes claim the places of a shared log
             raise Busy("this node drains and takes no new tasks: use another", retry_after=DRAIN_RETRY_S)
         check_task(
-            with_log_status(self.journal.statistics(), self.log.log_status, now=self.journal.now()),
+            with_log_status(self.journal.health.statistics(), self.log.log_status, now=self.journal.now()),
             pending=self.log.open_places,
             more=spec.num_samples,
             limit=self.config.pending_limit,
@@ -115,7 +115,7 @@ class Node:
         if spec.fork is not None:
             await self._check_fork(spec, spec.fork)
         task_id, session_ids = await self.submission.submit(
-            spec, idempotency_key=idempotency_key, callback_kinds=self.journal.callback_kinds_for(spec)
+            spec, idempotency_key=idempotency_key, callback_kinds=self.callbacks.kinds_for(spec)
         )
         logger.info("task %s is taken: %d sessions of %s", task_id, len(session_ids), spec.harness.name)
         return Submitted(task_id=task_id, session_ids=session_ids)
@@ -127,7 +127,8 @@ class Node:
         snapshots = self.scheduler.services.snapshots
         parents = ForkNodes(
             log=self.log,
-            journal=self.journal,
+            journal_writer=self.journal.writer,
+            journal_reader=self.journal.reader,
             node=self.node_id,
             snapshots=snapshots.folder,
             copies=snapshots.copies,
@@ -232,7 +233,7 @@ class Node:
 
     def figures(self) -> Figures:
         """The node's numbers, for GET /metrics."""
-        scheduler, journal = self.scheduler.statistics(), self.journal.statistics()
+        scheduler, journal = self.scheduler.statistics(), self.journal.health.statistics()
         return Figures(
             tally=self.scheduler.registry.tally.copied(),
             engine=self.engines.statistics(),
@@ -260,7 +261,7 @@ class Node:
         """Why the node is not ready, or None when it is."""
         if self.scheduler.registry.stopping:
             return "the node stops: its sessions are ended and saved"
-        journal = self.journal.statistics()
+        journal = self.journal.health.statistics()
         if journal.refuses_tasks:
             return journal.warning
         if (full := full_disk(journal)) is not None:

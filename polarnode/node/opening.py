@@ -10,7 +10,7 @@ import gc
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -26,7 +26,7 @@ from socket import socket
 import trio
 from attrs import evolve
 
-from polarnode.api.callbacks import CallbackFormat, CallbackReceivers, callback_networks, open_callbacks
+from polarnode.api.callbacks import CallbackReceivers, callback_networks, open_callbacks
 from polarnode.containers.egress.proxy import NodeEgress
 from polarnode.containers.images import Images
 from polarnode.containers.runtimes import AbsentRuntimes, NodeRuntimes, open_runtimes
@@ -50,6 +50,7 @@ from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
 from polarnode.http.server import open_server
 from polarnode.integrations.polar.extension import callback_formats
+from polarnode.journal.health import JournalHealth
 from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.patience import retry_until_answered
@@ -223,7 +224,7 @@ async def open_node(
     state, formats = _make_state_folder(config), callback_formats(node=config.node_id)
     async with (
         open_judges(config.judges, os.environ) as judges,
-        _open_journal(config, formats) as journal,
+        _open_journal(config) as journal,
         _open_log(config, journal, report) as log,
         open_callbacks(log, formats=formats, receivers=_callback_receivers(config)) as callbacks,
     ):
@@ -235,8 +236,9 @@ async def open_node(
             _open_scoring(config, state, model, engines, callbacks.own_ports, report) as scoring,
             open_weights(
                 engines,
-                journal,
+                journal.health,
                 log,
+                now=journal.now,
                 model=checkpoint_path(config),
                 name=model.name,
                 copies=weight_copies_dir(config),
@@ -285,7 +287,7 @@ async def open_node(
                 with rare_collections(), without_vfork():
                     async with (
                         open_loop_lag() as lag,
-                        open_background(partial(_end_when_damaged, journal, scheduler)),
+                        open_background(partial(_end_when_damaged, journal.health, scheduler)),
                         open_background(following.run),
                         _open_evaluations(config, journal, scheduler) as evaluations,
                         open_captures(config, journal, scheduler, served, plane.recordings) as captures,
@@ -318,12 +320,12 @@ async def open_node(
                         await node.stop(cancel=True)
 
 
-async def _end_when_damaged(journal: Journal, scheduler: Scheduler, ready: trio.Event) -> None:
+async def _end_when_damaged(health: JournalHealth, scheduler: Scheduler, ready: trio.Event) -> None:
     """End all sessions when the journal's file turns out to be damaged, because answered turns could be lost.
     A session that is tried again meanwhile is ended too.
     """
     ready.set()
-    await journal.damage_event.wait()
+    await health.damage_event.wait()
     while True:
         scheduler.registry.cancel_all()
         await trio.sleep(DAMAGE_INTERVAL_S)
@@ -366,14 +368,9 @@ def _callback_receivers(config: NodeConfig) -> CallbackReceivers:
     )
 
 
-def _open_journal(
-    config: NodeConfig, formats: Mapping[str, CallbackFormat]
-) -> AbstractAsyncContextManager[Journal]:
+def _open_journal(config: NodeConfig) -> AbstractAsyncContextManager[Journal]:
     return open_journal(
-        Path(config.state_dir) / "journal.sqlite",
-        now=time.time,
-        retention=retention_settings(config),
-        callback_kinds={name: each.kinds for name, each in formats.items()},
+        Path(config.state_dir) / "journal.sqlite", now=time.time, retention=retention_settings(config)
     )
 
 
@@ -475,10 +472,19 @@ async def _open_sessions(
 
     folder, store = sessions_dir(config), None
     if config.snapshots is not None and log.shared:
-        store = open_snapshot_store(config.snapshots, folder=folder, journal=journal)
+        store = open_snapshot_store(
+            config.snapshots, folder=folder, journal_writer=journal.writer, journal_reader=journal.reader
+        )
     copies = store or NoCopies()
-    parents = ForkNodes(log=log, journal=journal, node=config.node_id, snapshots=folder, copies=copies)
-    records = SharedSessionRecords(journal, log) if log.shared else None
+    parents = ForkNodes(
+        log=log,
+        journal_writer=journal.writer,
+        journal_reader=journal.reader,
+        node=config.node_id,
+        snapshots=folder,
+        copies=copies,
+    )
+    records = SharedSessionRecords(journal.writer, log) if log.shared else None
     tally, drops_thinking = NodeCounters(), model.template.drops_thinking_before
     admission = TaskAdmission(
         identity=NodeIdentity(node=config.node_id, model=model.name, labels=config.labels),
@@ -492,13 +498,13 @@ async def _open_sessions(
         scoring=scoring,
     )
     session_factory = LiveSessionFactory(
-        journal=records or journal,
+        journal=records or journal.writer,
         tally=tally,
         drops_thinking=drops_thinking,
         carried_limit=config.carried_mb << 20,
     )
     services = SessionServices(
-        journal=records or journal,
+        journal=records or journal.writer,
         stages=_make_stages(config),
         parents=parents,
         snapshots=NodeSnapshots(folder=folder, runtimes=runtimes, copies=copies, tally=tally),
@@ -536,7 +542,7 @@ async def _open_sessions(
             served_versions=weights.order,
             serving=weights.serving,
             engines_ready=lambda: any(host.state == "ready" for host in engines.statistics().hosts),
-            held=ResultStore(journal, time.time) if log.shared else None,
+            held=ResultStore(journal.writer, journal.reader, time.time) if log.shared else None,
         )
         async with (
             open_background(scheduler.registry.results.run),
@@ -556,7 +562,8 @@ async def _open_evaluations(
         containers=services.containers,
         judge=services.judge,
         copies=services.snapshots.copies,
-        journal=journal,
+        journal_health=journal.health,
+        now=journal.now,
         log=scheduler.log,
         incarnation=lambda: membership.incarnation,
         workers=config.post_limit,

@@ -290,12 +290,12 @@ class Captures:
 
     def _check_capacity(self) -> None:
         self.registry.require_not_stopping("captures")
-        check_capture(self.journal.statistics(), count=len(self.list()), limit=self.limit)
+        check_capture(self.journal.health.statistics(), count=len(self.list()), limit=self.limit)
 
     def _started(self, claim: Claim, spec: CaptureSpec) -> Capture:
         identity = self.admission.identity.session_identity(claim)
         self.registry.results.hold(claim)
-        self.journal.record_session(identity)
+        self.journal.writer.record_session(identity)
         now, task = trio.current_time(), task_of(spec)
         capture = Capture(
             identity=identity,
@@ -334,7 +334,8 @@ class Captures:
         await self._written("the finished trajectory is kept in memory", session_id)
         found = await self.log.trajectory(session_id)
         if found is None:
-            self.journal.require_undamaged()  # The capture may have been one that could not be written.
+            # The capture may have been one that could not be written.
+            self.journal.health.require_undamaged()
         return found if found is not None and found.harness == CAPTURE_HARNESS else None
 
     async def _written(self, meanwhile: str, session_id: str = "") -> None:
@@ -344,11 +345,13 @@ class Captures:
         with trio.move_on_after(WRITTEN_S):
             if session_id:
                 await self.registry.results.written(session_id)
-            await self.journal.flush()
+            await self.journal.writer.flush()
             if not session_id:  # The write of a new capture may have failed before this was called.
-                self.journal.require_undamaged()
+                self.journal.health.require_undamaged()
             return
-        why = self.journal.statistics().warning or "the journal's disk is full or hangs: free some room"
+        why = (
+            self.journal.health.statistics().warning or "the journal's disk is full or hangs: free some room"
+        )
         raise DiskFull(f"{why}; {meanwhile}, then ask again")
 
     # ── status ────────────────────────────────────────────────────────────────

@@ -49,7 +49,7 @@ from polarnode.core.status import EvaluationStatus, RewardEvent
 from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, EvaluatorSpec, HarnessSpec, RuntimeSpec
 from polarnode.core.trajectory import Outcome, Status, Trajectory
 from polarnode.evaluators.contract import Evaluator, KeptWork
-from polarnode.journal.journal import Journal
+from polarnode.journal.health import JournalHealth
 from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Log, LogUnavailable
 from polarnode.merge.trajectory import Identity, Result
@@ -92,7 +92,8 @@ class Evaluations:
     containers: NodeContainers
     judge: Callable[[str], Judge]  # finds a judge of the node's config by name, or raises EvaluatorError
     copies: SnapshotCopies  # of snapshots, for other nodes
-    journal: Journal  # this node's own, for its disk and its clock
+    journal_health: JournalHealth  # of this node's own journal
+    now: Callable[[], float]  # seconds since the epoch
     log: Log
     incarnation: Callable[[], int]
     workers: int
@@ -120,7 +121,7 @@ class Evaluations:
             return found
 
     async def _taken(self, spec: EvaluationSpec, idempotency_key: str | None) -> EvaluationStatus:
-        require_writable(self.journal.statistics(), "send the evaluation again")
+        require_writable(self.journal_health.statistics(), "send the evaluation again")
         if len(self._left) >= MAX_OPEN_EVALUATIONS:
             raise Busy(
                 f"{MAX_OPEN_EVALUATIONS} evaluations are not finished: send it later", retry_after=RETRY_S
@@ -135,7 +136,7 @@ class Evaluations:
             evaluation_id=evaluation_id,
             idempotency_key=idempotency_key,
             incarnation=self.incarnation(),
-            now=self.journal.now(),
+            now=self.now(),
         )
         if accepted.evaluation_id != evaluation_id:  # Another node was first with this key.
             return evolve(accepted, created=False)
@@ -269,7 +270,7 @@ class Evaluations:
             raise
         except PolarnodeError as error:
             result = Result(outcome=fault_outcome(error))
-        return evolve(_with_result(given, result), given=self.journal.now())
+        return evolve(_with_result(given, result), given=self.now())
 
     async def _order(self, spec: EvaluationSpec, trajectory: Trajectory) -> SessionOrder:
         """Make the session's order again. Raises Refused or Unreadable where that is impossible."""

@@ -35,9 +35,10 @@ from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.groups.fork_policy import ForkPlace, fork_turns
 from polarnode.groups.group import NOT_FORKED_REASON, SessionFacts, lost_to_the_machine, make_member
 from polarnode.harnesses.harness import Harness
-from polarnode.journal.forks import EarlierAttempt, ForkParent
-from polarnode.journal.journal import Journal
+from polarnode.journal.forks import EarlierAttempt, ForkParent, fork_parent
 from polarnode.journal.log.port import Log, LogUnavailable
+from polarnode.journal.reader import JournalReader
+from polarnode.journal.writer import JournalWriter
 from polarnode.merge.attach import References
 from polarnode.merge.lineage import DropsThinking, Lineages
 from polarnode.merge.trajectory import Identity, requested_fork
@@ -107,7 +108,8 @@ class ForkNodes:
     """
 
     log: Log
-    journal: Journal
+    journal_writer: JournalWriter
+    journal_reader: JournalReader
     node: str
     snapshots: Path  # the folder of this node's snapshots
     copies: SnapshotCopies = field(factory=NoCopies)  # the snapshots that other nodes left
@@ -118,7 +120,9 @@ class ForkNodes:
         found = await self._asked(lambda: self.log.fork_parent(fork))
         if found is None or found.count:
             return found
-        own = await self.journal.fork_parent(fork)  # It runs here, or its end is on its way to the log.
+        # It runs here, or its end is on its way to the log.
+        await self.journal_writer.flush()
+        own = await self.journal_reader.query(fork_parent, fork.session, fork.turn)
         if own is not None:
             return evolve(own, spec=found.spec)
         turns = await self.copies.turns(fork)

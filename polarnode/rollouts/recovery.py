@@ -14,8 +14,10 @@ from polarnode.core.errors import Refused
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups.group import EARLY_STOP_REASON, lost_to_the_machine, stamp_staleness
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import Claim, NodeFacts
+from polarnode.journal.reader import JournalReader
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.token_extras import unscored
 from polarnode.merge.trajectory import Result, assemble
@@ -31,15 +33,16 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
 
     If the journal is damaged, nothing is settled, because what it lacks would be lost for good.
     """
-    if journal.damage is not None:
-        report(f"{journal.damage}; sessions of an earlier run stay as they are until then")
+    if journal.health.damage is not None:
+        report(f"{journal.health.damage}; sessions of an earlier run stay as they are until then")
         return
     results, claims = scheduler.registry.results, scheduler.claims
     imports = scheduler.admission.allowed_imports
     inherited = {claim.session_id: claim for claim in await claims.membership.join(facts)}
     claims.settling.update(inherited)
     over = await results.restore(inherited)
-    unfinished = {each.identity.session_id: each for each in await journal.unfinished_sessions()}
+    left = await journal.reader.query(queries.unfinished_sessions)
+    unfinished = {session.identity.session_id: session for session in left}
     again = 0
     for session_id in over:
         unfinished.pop(session_id, None)
@@ -52,7 +55,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
         if scheduler.log.shared:  # A shared log has the task.
             session = evolve(session, spec=claim.spec)
-        again += await _recovered(journal, scheduler, claim, session)
+        again += await _recovered(journal.reader, scheduler, claim, session)
     claims.settling.clear()
     # Another session has the place of each of these, so what it left is an attempt. Sessions that had not
     # begun wait in the log's queue.
@@ -60,7 +63,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         if scheduler.log.shared:
             task = await results.told(partial(scheduler.log.task, session.identity.task_id))
             session = evolve(session, spec=None if task is None else task.spec)
-        results.publish(await journal.run_in_thread(partial(_trajectory, session, imports)))
+        results.publish(await journal.reader.run_in_thread(partial(_trajectory, session, imports)))
     await results.delivered()
     if inherited:
         report(
@@ -70,14 +73,14 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
 
 
 async def _recovered(
-    journal: Journal, scheduler: Scheduler, claim: Claim, session: UnfinishedSession
+    reader: JournalReader, scheduler: Scheduler, claim: Claim, session: UnfinishedSession
 ) -> bool:
     """Settle one place. Returns True if another attempt was started. The traces are built in a thread,
     because attempts that were started earlier are already running.
     """
     registry, admission = scheduler.registry, scheduler.admission
     registry.results.hold(claim)
-    lost = await journal.run_in_thread(partial(_trajectory, session, admission.allowed_imports))
+    lost = await reader.run_in_thread(partial(_trajectory, session, admission.allowed_imports))
     # The log is asked this late because siblings end meanwhile.
     incarnation = scheduler.claims.membership.incarnation
     stopped = await registry.results.told(partial(scheduler.log.sessions_to_stop, incarnation))

@@ -10,9 +10,9 @@ import trio
 from attrs import define, field
 
 from polarnode.core.trajectory import Turn
-from polarnode.journal.journal import Journal
 from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Log
+from polarnode.journal.writer import JournalWriter
 from polarnode.merge.trajectory import Identity
 
 # The limit on sessions whose identity the log does not have yet. No outage is so long, and the log learns the
@@ -26,7 +26,7 @@ class SharedSessionRecords:
     another node can go on with it. The turns of the session stay here.
     """
 
-    journal: Journal
+    journal: JournalWriter
     log: Log
     _send: trio.MemorySendChannel[Identity] = field(init=False)
     _receive: trio.MemoryReceiveChannel[Identity] = field(init=False)

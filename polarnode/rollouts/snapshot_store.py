@@ -24,8 +24,9 @@ from polarnode.core.snapshots import Snapshot
 from polarnode.core.task import ForkSpec
 from polarnode.core.trajectory import Turn
 from polarnode.journal.held import packed_turns
-from polarnode.journal.journal import Journal
 from polarnode.journal.log.port import QueriesPort
+from polarnode.journal.reader import JournalReader
+from polarnode.journal.writer import JournalWriter
 from polarnode.rollouts.snapshots import (
     SNAPSHOT_INFIX,
     archive_path,
@@ -52,7 +53,8 @@ class SnapshotStore:
 
     url: str
     folder: Path
-    journal: Journal
+    journal_writer: JournalWriter
+    journal_reader: JournalReader
     _fs: Any
     _root: str
     _send: trio.MemorySendChannel[tuple[str, int]] = field(init=False)
@@ -95,8 +97,8 @@ class SnapshotStore:
                         await trio.sleep(pause)
 
     async def _copy(self, session_id: str, turn: int) -> None:
-        await self.journal.flush()
-        turns = await self.journal.query(packed_turns, session_id, before=turn)
+        await self.journal_writer.flush()
+        turns = await self.journal_reader.query(packed_turns, session_id, before=turn)
         packed = b"".join(_LENGTH_PREFIX.pack(len(each)) + each for each in turns)
         await trio.to_thread.run_sync(self._copy_now, archive_path(self.folder, session_id, turn), packed)
 
@@ -174,7 +176,9 @@ class SnapshotStore:
             logger.warning("snapshots of %s: %s", self.url, error)
 
 
-def open_snapshot_store(url: str, *, folder: Path, journal: Journal) -> SnapshotStore:
+def open_snapshot_store(
+    url: str, *, folder: Path, journal_writer: JournalWriter, journal_reader: JournalReader
+) -> SnapshotStore:
     """Open the storage that a setting names. Raises ConfigError if no library of this environment reaches
     it.
     """
@@ -185,7 +189,9 @@ def open_snapshot_store(url: str, *, folder: Path, journal: Journal) -> Snapshot
         fs, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"snapshots: {url} cannot be reached: {error}") from error
-    return SnapshotStore(url=url, folder=folder, journal=journal, fs=fs, root=root)
+    return SnapshotStore(
+        url=url, folder=folder, journal_writer=journal_writer, journal_reader=journal_reader, fs=fs, root=root
+    )
 
 
 def _read_turns(path: Path) -> tuple[Turn, ...] | None:

@@ -33,9 +33,9 @@ async def test_bundle_answers_like_node(tmp_path: Path) -> None:
         for index, name in enumerate(names):
             whole = make_trajectory(name, task_id="a", sample_index=index, reward=float(index), turns=2)
             for turn in whole.turns:
-                plane.journal.record_turn(turn)
+                plane.journal.writer.record_turn(turn)
             publish_end(plane.journal, evolve(whole, staleness=0, harness="pi"))
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         caller = Caller(url=plane.url)
         lines = (await caller.get("/v1/export", turns="full")).text.splitlines()
         bundle = Bundle.of("a.jsonl", map(json.loads, lines), letters)

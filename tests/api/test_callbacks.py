@@ -44,7 +44,6 @@ from polarnode.node.node import Node as WholeNode
 from polarnode.trainers.polar import Origin, with_origin
 
 FORMATS = callback_formats(node="n0")
-KINDS = {name: each.kinds for name, each in FORMATS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ class Node:
             metadata=with_origin({}, Origin(task_id=f"their {task_id}")),
         )
         ids = tuple(f"{task_id}-{index}" for index in range(samples))
-        kinds = self.journal.callback_kinds_for(spec)
+        kinds = self.callbacks.kinds_for(spec)
         await self.log.submit(spec, task_id=task_id, session_ids=ids, callback_kinds=kinds, submitted=1.0)
         return list(ids)
 
@@ -110,7 +109,7 @@ async def open_log(journal: Journal) -> AsyncIterator[SqliteLog]:
 @asynccontextmanager
 async def open_node(path: Path, receivers: CallbackReceivers | None = None) -> AsyncIterator[Node]:
     async with (
-        open_journal(path / "journal.sqlite", now=lambda: 1000.0, callback_kinds=KINDS) as journal,
+        open_journal(path / "journal.sqlite", now=lambda: 1000.0) as journal,
         open_log(journal) as log,
         open_callbacks(log, formats=FORMATS, receivers=receivers) as callbacks,
     ):

@@ -48,9 +48,9 @@ def error_of(response: Answer) -> tuple[int, str, str, str | None]:
 async def publish(plane: Plane, session_id: str, **more: Any) -> None:
     trajectory = make_trajectory(session_id, **more)
     for turn in trajectory.turns:
-        plane.journal.record_turn(turn)
+        plane.journal.writer.record_turn(turn)
     publish_end(plane.journal, trajectory)
-    await plane.journal.flush()
+    await plane.journal.writer.flush()
 
 
 # ── the door ──────────────────────────────────────────────────────────────────
@@ -234,7 +234,7 @@ async def test_refusal_has_status_and_kind(started: Started, refusal: Any, statu
 async def test_full_disk_refuses_new_task(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as (_, client):
         known = (await client.post("/v1/tasks", {**TASK, "task_id": "known"})).json()
-        monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
+        monkeypatch.setattr("polarnode.journal.health.DISK_FREE_BYTES", 1 << 60)
         assert error_of(await client.post("/v1/tasks", TASK))[:2] == (507, "disk_full")
         again = await client.post("/v1/tasks", {**TASK, "task_id": "known"})
         assert (again.status, again.json()) == (
@@ -337,7 +337,7 @@ async def test_stream_has_requested_kinds(started: Started) -> None:
             make_trajectory("t-0", task_id="t", status="interrupted", reward=None), retried_as="again"
         )
         for turn in lost.turns:
-            plane.journal.record_turn(turn)
+            plane.journal.writer.record_turn(turn)
         publish_attempt(plane.journal, lost, attrs.evolve(make_identity("again", task_id="t"), attempt=1))
         await publish(plane, "again", task_id="t")
         for kinds, keys in (
@@ -389,7 +389,7 @@ async def test_late_reader_gets_gap(started: Started) -> None:
     ):
         for number in range(80):
             await publish(plane, f"s{number}", task_id="x", sampled=2000)
-        oldest = plane.journal.first_seq
+        oldest = plane.journal.commits.progress.first_seq
         assert oldest > 1
         async with client.stream(after=0, follow="false") as stream:
             gap = await stream.event()
@@ -423,7 +423,7 @@ async def test_stream_trouble_is_an_event(started: Started, monkeypatch: pytest.
 
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
-        plane.journal._writer.db.execute("PRAGMA wal_checkpoint")
+        plane.journal.writer._thread.db.execute("PRAGMA wal_checkpoint")
         async with client.stream() as stream:
             assert (await stream.event())["data"]["key"] == "trajectory:a"
             await publish(plane, "b", task_id="x")
@@ -443,7 +443,7 @@ async def test_unreadable_event_does_not_end_stream(started: Started) -> None:
     async with started() as (plane, client):
         await publish(plane, "a", task_id="x")
         turn = attrs.evolve(make_turn("b"), new_messages=NewMessages(tools="no JSON"))
-        plane.journal.record_turn(turn)
+        plane.journal.writer.record_turn(turn)
         publish_end(plane.journal, attrs.evolve(make_trajectory("b", task_id="x"), turns=(turn,)))
         await publish(plane, "c", task_id="x")
         async with client.stream(turns="full", consumer="trainer", follow="false") as stream:
@@ -489,8 +489,8 @@ async def test_trajectory_in_both_array_formats(started: Started) -> None:
 async def test_running_session_is_shown(started: Started) -> None:
     async with started() as (plane, client):
         await client.post("/v1/tasks", {**TASK, "task_id": "t"})
-        plane.journal.record_turn(make_turn("t-0"))
-        await plane.journal.flush()
+        plane.journal.writer.record_turn(make_turn("t-0"))
+        await plane.journal.writer.flush()
         assert "is not over yet" in error_of(await client.get("/v1/trajectories/t-0"))[2]
         seen = (await client.get("/v1/sessions/t-0")).json()
         assert (seen["session"]["status"], seen["trajectory"]) == ("pending", None)

@@ -44,9 +44,9 @@ async def publish(journal: Journal, *names: str, sampled: int = 3) -> None:
     """Sessions of nobody's task: an event each."""
     for name in names:
         trajectory = make_trajectory(name, task_id="x", sampled=sampled)
-        journal.record_turn(trajectory.turns[0])
+        journal.writer.record_turn(trajectory.turns[0])
         publish_end(journal, trajectory)
-        await journal.flush()
+        await journal.writer.flush()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -89,7 +89,7 @@ async def test_consumers_are_listed_and_forgotten(started: Started) -> None:
             }
             refused = await client.call("DELETE", f"/v1/consumers/{quote('one/a b')}")
             assert (refused.status, refused.json()["error"]["type"]) == (409, "conflict")
-        await until(lambda: plane.journal.open_streams("one/a b") == 0)
+        await until(lambda: "one/a b" not in plane.journal.consumers.connected)
         assert await acknowledge(client, "one/a b", 1) == 1
         assert (await client.call("DELETE", f"/v1/consumers/{quote('one/a b', safe='')}")).json() == {
             "consumer": "one/a b",
@@ -107,7 +107,7 @@ async def test_consumer_is_registered_by_any_stream(started: Started) -> None:
         for name, params, headers in (("after", {"after": 1}, {}), ("header", {}, {"Last-Event-ID": "1"})):
             async with client.stream(headers, consumer=name, follow="false", **params) as stream:
                 assert await stream.rest() == ["trajectory:b"]
-        assert [(one.consumer, one.position) for one in plane.journal.consumers()] == [
+        assert [(one.consumer, one.position) for one in plane.journal.consumers.describe()] == [
             ("after", 0),
             ("header", 0),
         ]
@@ -123,7 +123,7 @@ async def test_readers_of_one_name_share_position(started: Started) -> None:
                 == [(await second.event())["id"] for _ in range(3)]
                 == ["1", "2", "3"]
             )
-            assert plane.journal.consumers()[0].connected == 2
+            assert plane.journal.consumers.describe()[0].connected == 2
             assert (await acknowledge(client, "one", 2), await acknowledge(client, "one", 1)) == (2, 2)
             await publish(plane.journal, "d")
             assert (await first.event())["id"] == (await second.event())["id"] == "4"
@@ -136,13 +136,13 @@ async def all_kinds(plane: Plane) -> None:
     """A session that lost its place, the one that holds it, and their task's end."""
     submit_task(plane.journal, make_spec(), task_id="t", session_ids=("lost",), idempotency_key=None)
     lost = make_trajectory("lost")
-    plane.journal.record_turn(lost.turns[0])
+    plane.journal.writer.record_turn(lost.turns[0])
     publish_attempt(
         plane.journal, attrs.evolve(lost, retried_as="again"), attrs.evolve(make_identity("again"), attempt=1)
     )
     await publish(plane.journal, "again")
     publish_end(plane.journal, make_trajectory("again", turns=0))
-    await plane.journal.flush()
+    await plane.journal.writer.flush()
 
 
 async def test_event_is_identical_at_each_delivery(started: Started) -> None:
@@ -172,10 +172,10 @@ async def test_acknowledging_settles_a_gap(started: Started) -> None:
         plane,
         client,
     ):
-        await plane.journal.acknowledge("one", 0)
+        await plane.journal.consumers.acknowledge("one", 0)
         await publish(plane.journal, *(f"s{number}" for number in range(100)), sampled=2000)
-        oldest = plane.journal.first_seq
-        assert plane.journal.consumers()[0].missed == oldest - 1 > 0
+        oldest = plane.journal.commits.progress.first_seq
+        assert plane.journal.consumers.describe()[0].missed == oldest - 1 > 0
         for name in ("one", "fresh"):
             for _ in range(2):  # again, until it is acknowledged
                 async with client.stream(consumer=name, follow="false") as stream:
@@ -189,20 +189,20 @@ async def test_acknowledging_settles_a_gap(started: Started) -> None:
             assert await acknowledge(client, name, int(gap["id"])) == oldest - 1
             async with client.stream(consumer=name, follow="false") as stream:
                 assert (await stream.event())["id"] == str(oldest)
-        assert {one.missed for one in plane.journal.consumers()} == {0}
+        assert {one.missed for one in plane.journal.consumers.describe()} == {0}
 
 
 @pytest.mark.parametrize("resumes", [True, False])
 async def test_late_acknowledgement_leaves_no_gap(started: Started, *, resumes: bool) -> None:
     """Its next life's stream began before, and all others have read the events: they are pruned at once."""
     async with started(retention=RetentionLimits(acknowledged=0, everything=1 << 40)) as (plane, _):
-        await plane.journal.acknowledge("one", 0)
+        await plane.journal.consumers.acknowledge("one", 0)
         await publish(plane.journal, "a", "b", "c")
         query = Query(consumer="one", follow=False)
         stream = exports.event_stream(plane.service.log, query, Cursor(), resumes=resumes)
         assert await anext(stream) == exports.GREETING
-        await plane.journal.acknowledge("one", 2)
-        await until(lambda: plane.journal.first_seq == 3)
+        await plane.journal.consumers.acknowledge("one", 2)
+        await until(lambda: plane.journal.commits.progress.first_seq == 3)
         text = b"".join([piece async for piece in stream])
         assert b"\nid: 3\n" in text
         assert (b"event: gap" in text) == (not resumes), "who asks for them by number is told"
@@ -211,7 +211,7 @@ async def test_late_acknowledgement_leaves_no_gap(started: Started, *, resumes: 
 async def test_gap_without_events_leads_onward(started: Started) -> None:
     async with started(retention=RetentionLimits(acknowledged=0, everything=0)) as (plane, client):
         await publish(plane.journal, "a")
-        await until(lambda: plane.journal.first_seq == 2)
+        await until(lambda: plane.journal.commits.progress.first_seq == 2)
         async with client.stream(consumer="one", follow="false") as stream:
             said = (await stream.event())["data"]["gap"]
             assert (said["after"], said["oldest"]) == (0, 2)
@@ -273,9 +273,9 @@ async def test_stopped_reader_resumes_exactly(started: Started, pages: "Counter[
                 await publish(plane.journal, f"s{number}", sampled=SAMPLED)
         assert found == list(range(1, SESSIONS + 1)), "who reads on has them all, as they come"
         assert pages["slow"] < pages["quick"], "the other is stuck in the middle"
-        largest = max(len(event.body) for event in (await plane.journal.events(SESSIONS - 1)).events)
+        largest = max(len(event.body) for event in (await plane.journal.reader.events(SESSIONS - 1)).events)
         assert 0 < held_by_streams() <= 2 * (queries.PAGE_BYTES + largest)
-        assert plane.journal.statistics().backlog_bytes == 0
+        assert plane.journal.health.statistics().backlog_bytes == 0
         assert await numbers(slow, SESSIONS) == list(range(2, SESSIONS + 1)), (
             "and goes on where it was when it reads again"
         )
@@ -289,7 +289,7 @@ async def test_stalled_reader_is_cut_and_resumes(
         await publish(plane.journal, *(f"s{number}" for number in range(SESSIONS)), sampled=SAMPLED)
         async with client.stream(consumer="slow") as slow:
             seen = [int((await slow.event())["id"])]
-            await until(lambda: plane.journal.open_streams("slow") == 0)
+            await until(lambda: "slow" not in plane.journal.consumers.connected)
             assert pages["slow"] < SESSIONS / EVENTS_OF_A_PAGE
             with pytest.raises(trio.BrokenResourceError):
                 await read_to_the_cut(slow, seen)
@@ -343,7 +343,7 @@ async def test_new_reader_may_begin_at_newest(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         await publish(plane.journal, "old")
-        begun = plane.journal.last_seq
+        begun = plane.journal.commits.progress.last_seq
         async with (
             caller.stream(begin="newest") as stream,
             caller.stream(begin="newest", consumer="c") as other,

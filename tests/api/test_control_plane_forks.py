@@ -8,6 +8,7 @@ from control_plane_parts import Caller, open_plane
 
 from polarnode.core.codec.forks import ForkOrder, fork_task
 from polarnode.core.task import Budgets, ForkSpec, GroupSpec, HarnessSpec, TaskSpec
+from polarnode.journal import queries
 
 PARENT: dict[str, Any] = {
     "instruction": "do it",
@@ -28,7 +29,7 @@ async def test_fork_repeats_parent_task(tmp_path: Path) -> None:
         body = {"turn": 3, "num_samples": 2, "by": "replay", "budgets": {"max_turns": 12}, "task_id": "forks"}
         taken = await caller.post("/v1/sessions/parent-1/fork", body, **{"Idempotency-Key": "k"})
         again = await caller.post("/v1/sessions/parent-1/fork", body, **{"Idempotency-Key": "k"})
-        found = await plane.journal.task("forks")
+        found = await plane.journal.reader.query(queries.task, "forks")
     assert (taken.status, taken.json()) == (
         202,
         {"task_id": "forks", "session_ids": ["forks-0", "forks-1"], "created": True},

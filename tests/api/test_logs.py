@@ -19,7 +19,7 @@ async def test_growing_session_log_is_read(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = Caller(url=plane.url)
         await plane.service.submit(make_spec(task_id="t", num_samples=2), idempotency_key=None)
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         assert (await caller.get("/v1/sessions/t-0/log")).json() == {"name": "t-0", **EMPTY}
         path.write_bytes("one\ntwo\nthrée".encode()[:-2])  # cut in the middle of a character
         first = (await caller.get("/v1/sessions/t-0/log")).json()
@@ -31,7 +31,7 @@ async def test_growing_session_log_is_read(tmp_path: Path) -> None:
         assert (last["text"], last["offset"]) == ("two\nthrée\n", 4)
         publish_end(plane.journal, make_trajectory("t-0", task_id="t"))
         publish_end(plane.journal, make_trajectory("t-1", task_id="t", sample_index=1))
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         ended = (await caller.get("/v1/sessions/t-0/log", offset=second["next_offset"])).json()
         assert (ended["text"], ended["ended"]) == ("", True)
         never = await caller.get("/v1/sessions/t-1/log")

@@ -39,9 +39,9 @@ async def test_routes_keep_the_document(tmp_path: Path) -> None:
         for name in ("a", "b"):
             trajectory = make_trajectory(name, turns=2)
             for turn in trajectory.turns:
-                plane.journal.record_turn(turn)
+                plane.journal.writer.record_turn(turn)
             publish_end(plane.journal, trajectory)
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         command = [
             PROGRAM,
             "run",
@@ -91,9 +91,9 @@ async def test_answers_match_their_schemas(tmp_path: Path) -> None:
         task = (await caller.post("/v1/tasks", {"instruction": "x", "harness": {"command": ["true"]}})).json()
         trajectory = make_trajectory("s", turns=2)
         for turn in trajectory.turns:
-            plane.journal.record_turn(turn)
+            plane.journal.writer.record_turn(turn)
         publish_end(plane.journal, trajectory)
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         for path, at in (
             ("/v1/tasks", "/v1/tasks"),
             ("/v1/tasks/{task_id}", f"/v1/tasks/{task['task_id']}"),

@@ -69,7 +69,7 @@ class Two:
         task = await self.submit(at or self.a, **more)
         with trio.fail_after(30):
             await self.ran.wait()
-        await self.nodes["b"].journal.flush()
+        await self.nodes["b"].journal.writer.flush()
         return str(task["session_ids"][0])
 
     async def hold(self, call: Call) -> int:

@@ -92,7 +92,7 @@ async def test_every_changed_byte_is_found(script: Any, tmp_path: Path) -> None:
     """Forty single bytes in random rows, each in a journal of its own."""
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         write_sessions(journal)
-        await journal.flush()
+        await journal.writer.flush()
     fine = (tmp_path / "journal.sqlite").read_bytes()
     for seed in range(40):
         path = tmp_path / f"{seed}.sqlite"

@@ -26,7 +26,7 @@ def script() -> Iterator[Any]:
 
 async def test_every_reader_reads_all(script: Any, tmp_path: Path) -> None:
     async with script.serving(tmp_path, 3) as (journal, address):
-        assert journal.last_seq == 3
+        assert journal.commits.progress.last_seq == 3
         found = [await script.read_all(journal, address, 2, arrays) for arrays in ("json", "base64")]
         assert found[0].size > found[1].size > 3 * 4 * 2 * script.TURNS * script.SAMPLED
         with script.stopped(address, 1, "json"):

@@ -17,6 +17,7 @@ from polarnode.cli import remote, watching
 from polarnode.cli.main import main as command
 from polarnode.client import Event
 from polarnode.core.trajectory import LeftOut, Trajectory
+from polarnode.journal import queries
 from polarnode.merge.figures import lineage_figures
 
 TASK = 'instruction = "Do it."\nnum_samples = 3\nharness = { name = "pi" }\n'
@@ -34,9 +35,9 @@ async def invoke(plane: Plane, *argv: str) -> Result:
 async def publish(plane: Plane, *trajectories: Trajectory) -> None:
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            plane.journal.record_turn(turn)
+            plane.journal.writer.record_turn(turn)
         publish_end(plane.journal, trajectory)
-    await plane.journal.flush()
+    await plane.journal.writer.flush()
 
 
 def of_task(task_id: str, *rewards: float | None) -> list[Trajectory]:
@@ -53,7 +54,7 @@ async def test_submit_prints_only_id_to_stdout(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal") as plane:
         first, again = await invoke(plane, "submit", str(file)), await invoke(plane, "submit", str(file))
         other = await invoke(plane, "submit", str(file), "--samples", "2")
-        known = await plane.journal.task("mine")
+        known = await plane.journal.reader.query(queries.task, "mine")
     assert (first.stdout, first.exit_code) == ("mine\n", 0)
     assert first.stderr == "3 sessions; follow them with: polarnode watch --task mine\n"
     assert again.stdout == "mine\n"
@@ -70,7 +71,7 @@ async def test_submission_includes_named_files(tmp_path: Path) -> None:
     file.write_text('task_id = "filed"\ninstruction_file = "words.md"\nharness = { name = "pi" }\n')
     async with open_plane(tmp_path / "journal") as plane:
         await invoke(plane, "submit", str(file))
-        known = await plane.journal.task("filed")
+        known = await plane.journal.reader.query(queries.task, "filed")
     assert known is not None
     assert known.spec.instruction == "From a file."
 
@@ -327,7 +328,7 @@ async def test_source_is_submitted_with_overrides(tmp_path: Path) -> None:
     over = ("--harness", "codex", "--override", str(tmp_path / "with.toml"))
     async with open_plane(tmp_path / "journal") as plane:
         done = await invoke(plane, "submit", *over, "--only", "many", str(DATA / "harbor"))
-        known = await plane.journal.task(done.stdout.strip())
+        known = await plane.journal.reader.query(queries.task, done.stdout.strip())
     assert done.exit_code == 0, done.output
     assert "· environment.skills_dir is not used" in done.stderr
     assert known is not None

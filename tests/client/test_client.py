@@ -29,6 +29,7 @@ from polarnode.client import AsyncPolarnodeClient, CaptureSession, Event, Polarn
 from polarnode.client.blocking_http import BlockingHttp
 from polarnode.client.requests import ask
 from polarnode.client.streams import pieces
+from polarnode.journal import queries
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_named_task_is_followed_to_end(node: Child) -> None:
 
 async def end_task(path: Path) -> None:
     async with open_plane(path) as plane:
-        for left in await plane.journal.unfinished_sessions():
+        for left in await plane.journal.reader.query(queries.unfinished_sessions):
             if left.identity.task_id == TASK:
                 publish_end(
                     plane.journal,

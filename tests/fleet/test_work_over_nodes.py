@@ -216,7 +216,14 @@ async def test_sessions_spread_over_nodes(dsn: str, tmp_path: Path) -> None:
 @asynccontextmanager
 async def parents(log: Log, node: str, folder: Path) -> AsyncIterator[tuple[ForkNodes, Journal]]:
     async with open_journal(folder / f"{node}.sqlite", now=lambda: 9.0) as journal:
-        yield ForkNodes(log=log, journal=journal, node=node, snapshots=folder / node), journal
+        nodes = ForkNodes(
+            log=log,
+            journal_writer=journal.writer,
+            journal_reader=journal.reader,
+            node=node,
+            snapshots=folder / node,
+        )
+        yield nodes, journal
 
 
 async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
@@ -264,7 +271,7 @@ async def test_misplaced_fork_is_given_back(
                 await trio.lowlevel.checkpoint()
                 raise ForkElsewhere("it begins at node a, which has session root")
 
-        async with kit.scheduling(log, town, journal, parents=Elsewhere()) as scheduler:
+        async with kit.scheduling(log, town, journal.writer, parents=Elsewhere()) as scheduler:
             await scheduler.claims.membership.join(town.scheduler.claims.membership.facts)
             other = await join(log, "a")
             spec = evolve(kit.task(), fork=ForkSpec(session="root", turn=0))

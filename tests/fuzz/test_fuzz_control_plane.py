@@ -55,7 +55,7 @@ def opened() -> Opened:
 
 async def _publish(desk: Desk, name: str) -> None:
     publish(desk.journal, name)
-    await desk.journal.flush()
+    await desk.journal.writer.flush()
 
 
 # ── requests ──────────────────────────────────────────────────────────────────

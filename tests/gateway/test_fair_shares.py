@@ -23,6 +23,7 @@ from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.protocol import Simulation
 from polarnode.engine.settings import EngineSettings, SimulatedEngine
 from polarnode.gateway import live_sessions
+from polarnode.journal import queries
 from polarnode.node.config import TINY_MODEL
 from polarnode.node.settings import simulated_marks
 
@@ -86,8 +87,8 @@ async def client(desk: Desk) -> tuple[str, Client]:
 
 
 async def turns_of(desk: Desk, session_id: str) -> "list[Turn]":
-    await desk.journal.flush()
-    found = await desk.journal.trajectory(session_id)
+    await desk.journal.writer.flush()
+    found = await desk.journal.reader.query(queries.trajectory, session_id)
     assert found is not None
     return list(found.turns)
 

@@ -22,6 +22,7 @@ from trio.abc import Clock
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import GroupSpec, TaskSpec
 from polarnode.groups import EARLY_STOP_REASON, read_group, stopped_early
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.rollouts.recovery import recover
@@ -262,17 +263,17 @@ async def killed(path: Path, spec: TaskSpec, *, over: int) -> None:
         ids = tuple(f"s{index}" for index in range(spec.num_samples))
         submit_task(journal, spec, task_id="t", session_ids=ids, idempotency_key=None)
         for index, session_id in enumerate(ids):
-            journal.record_session(evolve(make_identity(session_id, sample_index=index)))
+            journal.writer.record_session(evolve(make_identity(session_id, sample_index=index)))
             found = make_trajectory(session_id, sample_index=index)
             for turn in found.turns:
-                journal.record_turn(turn)
+                journal.writer.record_turn(turn)
             if index < over:
                 publish_end(journal, found)
 
 
 async def the_group(path: Path) -> Any:
     async with open_journal(path, now=time.time) as journal:
-        page = await journal.events(0)
+        page = await journal.reader.events(0)
         (body,) = (event.body for event in page.events if event.kind == "group")
         return read_group(orjson.loads(body))
 
@@ -289,7 +290,7 @@ async def test_recovered_full_group_is_stopped(tmp_path: Path) -> None:
         [None, None, EARLY_STOP_REASON, EARLY_STOP_REASON],
     )
     async with open_journal(path, now=time.time) as journal:
-        stopped = await journal.trajectory("s3")
+        stopped = await journal.reader.query(queries.trajectory, "s3")
         assert stopped is not None
         assert (stopped.outcome.status, len(stopped.turns), len(stopped.traces)) == ("cancelled", 1, 1)
         assert (

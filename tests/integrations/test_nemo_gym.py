@@ -45,6 +45,7 @@ from polarnode.integrations.nemo_gym.requests import (
     read_responses_request,
     read_run_request,
 )
+from polarnode.journal import queries
 
 TASK: "dict[str, Json]" = {"harness": {"name": "shell", "command": ["true"]}}
 CALLING = 'Let me see.|<tool_call>|\n{"name": "look", "arguments": {"path": "a.txt"}}\n|</tool_call>'
@@ -206,7 +207,7 @@ async def captured(desk: Desk) -> Trajectory:
         ask, hi, call, {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "hello"}
     )
     await desk.end(opened["session_id"], reward=0.25)
-    found = await desk.journal.trajectory(opened["session_id"])
+    found = await desk.journal.reader.query(queries.trajectory, opened["session_id"])
     assert found is not None
     return found
 

@@ -32,6 +32,7 @@ from polarnode.engine.weight_values import PauseOrder
 from polarnode.http.server import Address, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.integrations.trainer_sampling import UNCUT
+from polarnode.journal import entries, queries
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import LogUnavailable
 from polarnode.journal.log.sqlite import SqliteLog
@@ -74,7 +75,7 @@ class OpenCaptures:
     async def begin(self, spec: CaptureSpec) -> OpenedCapture:
         task = TaskSpec(instruction="(capture)", harness=HarnessSpec(name="capture"), metadata=spec.metadata)
         submit_task(self.journal, task, task_id="task-c", session_ids=("c0",), idempotency_key=None)
-        await self.journal.flush()
+        await self.journal.writer.flush()
         urls = {"openai": "http://127.0.0.1:9/v1"}
         return OpenedCapture(
             session_id="c0",
@@ -150,17 +151,17 @@ class Parts:
         return self.plane.journal
 
     async def task(self, polar_id: str) -> TaskSpec:
-        found = await self.journal.latest_run(polar_id)
+        found = await self.journal.reader.query(entries.latest_run, polar_id)
         assert found is not None
         return found.spec
 
     async def over(self, polar_id: str, *, status: Any = "completed", **more: Any) -> None:
         """End all sessions of a task."""
-        found = await self.journal.latest_run(polar_id)
+        found = await self.journal.reader.query(entries.latest_run, polar_id)
         assert found is not None
         for place in found.sessions:
             self.end(place.session_id, found.task_id, place.sample_index, found.spec, status=status, **more)
-        await self.journal.flush()
+        await self.journal.writer.flush()
 
     def end(
         self,
@@ -176,7 +177,7 @@ class Parts:
             make_trajectory(session_id, task_id=task_id, sample_index=sample_index, turns=2, status=status)
         )
         for turn in made.turns:
-            self.journal.record_turn(turn)
+            self.journal.writer.record_turn(turn)
         publish_end(
             self.journal, evolve(made, metadata=spec.metadata, **({"node": "n0", "model": "tiny"} | more))
         )
@@ -264,7 +265,7 @@ async def test_status_has_partial_results(parts: Parts) -> None:
     await parts.client.submit(REQUEST)
     spec = await parts.task("calc-7")
     parts.end("calc-7-1", "calc-7", 1, spec)
-    await parts.journal.flush()
+    await parts.journal.writer.flush()
     found = await parts.client.status("calc-7")
     assert (found.status, found.completed_sessions, [each.session_id for each in found.results]) == (
         "running",
@@ -394,7 +395,7 @@ async def test_repeated_request_is_same_task(parts: Parts) -> None:
     """The same request again is the same task, and another body is a conflict."""
     await parts.client.submit(REQUEST)
     await parts.client.submit(REQUEST)
-    assert len(await parts.journal.tasks()) == 1
+    assert len(await parts.journal.reader.query(queries.tasks)) == 1
     with pytest.raises(Refused) as refused:
         await parts.client.submit({**REQUEST, "instruction": "Something else."})
     assert (refused.value.status, type(refused.value.detail)) == (409, str)
@@ -466,7 +467,7 @@ async def test_invalid_request_is_refused_like_fastapi(parts: Parts, request_: A
     assert refused.value.status == 422
     assert refused.value.detail[0]["loc"] == loc
     assert set(refused.value.detail[0]) == {"loc", "msg", "type"}
-    assert await parts.journal.tasks() == ()
+    assert await parts.journal.reader.query(queries.tasks) == ()
 
 
 async def test_only_allowed_node_files_are_read(tmp_path: Path) -> None:
@@ -570,7 +571,7 @@ DISPATCH: dict[str, Any] = {
 async def test_session_is_found_by_given_id(parts: Parts) -> None:
     said = polar.read(await parts.client.ask("POST", "/sessions", body=DISPATCH), polar.Dispatched)
     assert (said.session_id, said.task_id, said.status) == ("sk-polar-1", "theirs", "REGISTERED")
-    (task,) = await parts.journal.tasks()
+    (task,) = await parts.journal.reader.query(queries.tasks)
     assert (task.spec.num_samples, task.spec.budgets.run_s, task.spec.callback_format) == (
         1,
         60,
@@ -579,7 +580,7 @@ async def test_session_is_found_by_given_id(parts: Parts) -> None:
     found = polar.read(await parts.client.ask("GET", "/sessions/sk-polar-1"), polar.SessionStatus)
     assert (found.status, found.result, found.completion_count) == ("REGISTERED", None, 0)
     parts.end(task.sessions[0].session_id, task.task_id, 0, task.spec)
-    await parts.journal.flush()
+    await parts.journal.writer.flush()
     found = polar.read(await parts.client.ask("GET", "/sessions/sk-polar-1"), polar.SessionStatus)
     assert found.result is not None
     assert (found.status, found.completion_count, found.result.session_id, found.result.task_id) == (
@@ -783,7 +784,7 @@ async def test_events_follow_sessions(parts: Parts) -> None:
             "node_id": "n0",
         }
         parts.end("calc-7-0", "calc-7", 0, spec)
-        await parts.journal.flush()
+        await parts.journal.writer.flush()
         parts.sessions.clear()
         assert (await reader.next())[1]["status"] == "COMPLETED"
 

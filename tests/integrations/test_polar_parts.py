@@ -30,7 +30,9 @@ from polarnode.integrations.polar.answers import (
     task_body,
     task_name,
 )
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.sources.polar import convert_request
 from polarnode.sources.source import spec_of
 
@@ -169,10 +171,15 @@ def test_skill_leading_outside_is_refused(tmp_path: Path) -> None:
 
 
 async def whole(journal: Journal, task_id: str, **more: Any) -> Any:
-    task = await journal.task(task_id)
+    task = await journal.reader.query(queries.task, task_id)
     assert task is not None
     return json.loads(
-        b"".join([piece async for piece in task_body(journal, task, status_head(task), node="n0", **more)])
+        b"".join(
+            [
+                piece
+                async for piece in task_body(SqliteLog(journal), task, status_head(task), node="n0", **more)
+            ]
+        )
     )
 
 
@@ -181,19 +188,19 @@ async def test_results_are_json_for_any_count(tmp_path: Path) -> None:
         submit_task(
             journal, make_spec(num_samples=2), task_id="t", session_ids=("a", "b"), idempotency_key=None
         )
-        await journal.flush()
+        await journal.writer.flush()
         assert (await whole(journal, "t"))["results"] == []
         for index, session_id in enumerate(("a", "b")):
-            journal.record_turn(make_turn(session_id))
+            journal.writer.record_turn(make_turn(session_id))
             publish_end(journal, make_trajectory(session_id, sample_index=index))
-            await journal.flush()
+            await journal.writer.flush()
             said = await whole(journal, "t")
             assert (said["completed_sessions"], [each["session_id"] for each in said["results"]]) == (
                 index + 1,
                 ["a", "b"][: index + 1],
             )
         assert (await whole(journal, "t", results=False))["results"] == []
-        task = await journal.task("t")
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert result_head(task) == {"task_id": "t", "status": "completed"}
 
@@ -201,13 +208,13 @@ async def test_results_are_json_for_any_count(tmp_path: Path) -> None:
 async def test_pruned_session_is_reported(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
-        await journal.flush()
-        task = await journal.task("t")
+        await journal.writer.flush()
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
-        assert await session_body(journal, task, task.sessions[0], node="n0") == b"null"
-        journal.record_turn(make_turn("a"))
+        assert await session_body(SqliteLog(journal), task, task.sessions[0], node="n0") == b"null"
+        journal.writer.record_turn(make_turn("a"))
         publish_end(journal, make_trajectory("a"))
-        await journal.flush()
+        await journal.writer.flush()
         assert (await whole(journal, "t"))["results"][0]["error"] is None
         with sqlite3.connect(tmp_path / "journal") as db:  # as the retention does
             db.execute("DELETE FROM trajectories")
@@ -223,9 +230,9 @@ async def test_unencodable_session_is_reported(tmp_path: Path, monkeypatch: pyte
 
     async with open_journal(tmp_path / "journal", now=lambda: 1.0) as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key=None)
-        journal.record_turn(make_turn("a"))
+        journal.writer.record_turn(make_turn("a"))
         publish_end(journal, make_trajectory("a"))
-        await journal.flush()
+        await journal.writer.flush()
         monkeypatch.setattr(answers, "session_result", fail)
         (lost,) = (await whole(journal, "t"))["results"]
         assert (lost["session_id"], lost["status"], lost["trajectory"]["traces"]) == ("a", "COMPLETED", [])

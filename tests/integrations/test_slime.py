@@ -25,6 +25,7 @@ from polarnode.core.errors import PolarnodeError, Refused
 from polarnode.core.task import TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.integrations import slime as plugin
+from polarnode.journal import queries
 
 LOST = Outcome(status="interrupted", reason="the node was restarted")
 
@@ -199,7 +200,7 @@ def playing(node: Node) -> Iterator[Callable[[Play], list[TaskSpec]]]:
     stopped, threads, seen = threading.Event(), [], []
 
     async def end(task_id: str, play: Play) -> None:
-        task = await node.plane.journal.task(task_id)
+        task = await node.plane.journal.reader.query(queries.task, task_id)
         sessions = play(task.spec) if task is not None else []  # None until it is on disk
         if task is None or not sessions:
             return
@@ -209,12 +210,12 @@ def playing(node: Node) -> Iterator[Callable[[Play], list[TaskSpec]]]:
             own = f"{task_id}-{place}"
             turns = tuple(evolve(turn, session_id=own) for turn in session.turns)
             for turn in turns:
-                node.plane.journal.record_turn(turn)
+                node.plane.journal.writer.record_turn(turn)
             publish_end(
                 node.plane.journal,
                 evolve(session, session_id=own, task_id=task_id, sample_index=place, turns=turns),
             )
-        await node.plane.journal.flush()
+        await node.plane.journal.writer.flush()
 
     def run(play: Play) -> None:
         while not stopped.wait(0.005):

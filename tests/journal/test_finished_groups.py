@@ -20,12 +20,12 @@ def group(plane: Plane, task_id: str, rewards: tuple[float | None, ...], **metad
     for index, (name, reward) in enumerate(zip(names, rewards, strict=True)):
         whole = make_trajectory(name, task_id=task_id, group_id=task_id, sample_index=index, reward=reward)
         for turn in whole.turns:
-            plane.journal.record_turn(turn)
+            plane.journal.writer.record_turn(turn)
         publish_end(plane.journal, evolve(whole, staleness=0))
 
 
 async def listed(plane: Plane, **params: Any) -> list[dict[str, Any]]:
-    await plane.journal.flush()
+    await plane.journal.writer.flush()
     found: list[dict[str, Any]] = (await Caller(url=plane.url).get("/v1/groups", **params)).json()["groups"]
     return found
 
@@ -63,25 +63,25 @@ async def test_damaged_group_is_skipped_and_noted(tmp_path: Path) -> None:
     async with open_plane(path) as plane:
         group(plane, "a", (1.0,))
         group(plane, "b", (0.0,))
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         with sqlite3.connect(path) as db:
             db.execute("UPDATE events SET body = '{' WHERE kind = 'group' AND task_id = 'a'")
-        found = await plane.journal.query(finished_groups, 10, None, None, None)
+        found = await plane.journal.reader.query(finished_groups, 10, None, None, None)
         assert [each["task_id"] for each in found] == ["b"]
-        assert plane.journal.statistics().damaged_rows == 1
+        assert plane.journal.health.statistics().damaged_rows == 1
 
 
 async def test_listing_creates_no_consumer(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         group(plane, "a", (1.0,))
         await listed(plane)
-        assert plane.journal.consumers() == ()
+        assert plane.journal.consumers.describe() == ()
 
 
 async def test_pieces_are_text_of_tokens(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         group(plane, "a", (1.0,))
-        await plane.journal.flush()
+        await plane.journal.writer.flush()
         caller = Caller(url=plane.url)
         plain = (await caller.get("/v1/trajectories/a-0")).json()
         found = (await caller.get("/v1/trajectories/a-0", pieces="true")).json()

@@ -36,14 +36,14 @@ def take(journal: Journal, *sessions: str, **group: Any) -> None:
 
 def publish(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     publish_end(journal, trajectory)
 
 
 async def told(journal: Journal) -> tuple[list[str], dict[str, Any]]:
     """The keys of all events, and the body of the group's."""
-    await journal.flush()
-    page = await journal.events(0)
+    await journal.writer.flush()
+    page = await journal.reader.events(0)
     bodies = [event.body for event in page.events if event.kind == "group"]
     return [event.key for event in page.events], orjson.loads(bodies[0]) if bodies else {}
 
@@ -151,19 +151,19 @@ async def test_places_match_their_trajectories(tmp_path: Path) -> None:
     async with opened(tmp_path) as journal:
         take(journal, "a", "b")
         publish(journal, published)
-        journal.record_session(make_identity("b", sample_index=1))
+        journal.writer.record_session(make_identity("b", sample_index=1))
         publish_attempt(
             journal,
             evolve(make_trajectory("b", sample_index=1), retried_as="b2"),
             evolve(make_identity("b2", sample_index=1), attempt=1),
         )
-        await journal.flush()
-        assert await journal.finished_places("t") == (facts_of(published),), (
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.finished_places, "t") == (facts_of(published),), (
             "a place that is tried again is not over"
         )
         publish(journal, evolve(make_trajectory("b2", sample_index=1), outcome=LOST, reward=None, attempt=1))
-        await journal.flush()
-        found = await journal.finished_places("t")
+        await journal.writer.flush()
+        found = await journal.reader.query(queries.finished_places, "t")
         assert [each.session_id for each in found] == ["a", "b2"]
         assert found[1].outcome == evolve(LOST, log_tail=None), "nobody needs its log"
 

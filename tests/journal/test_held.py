@@ -7,7 +7,7 @@ from attrs import evolve
 from journal_samples import Clock, make_identity, make_spec, make_trajectory
 from test_journal_check import changed
 
-from polarnode.journal import held
+from polarnode.journal import held, queries
 from polarnode.journal.check import check_journal
 from polarnode.journal.held import ResultStore
 from polarnode.journal.journal import Journal, open_journal
@@ -17,9 +17,9 @@ from polarnode.journal.log.port import Claim, pack_ended, pack_whole_session
 def hold(journal: Journal, results: ResultStore, session_id: str) -> None:
     """Hold the result of a session of two turns, which has its place."""
     whole = make_trajectory(session_id, task_id=session_id, turns=2)
-    journal.record_session(make_identity(session_id, task_id=session_id))
+    journal.writer.record_session(make_identity(session_id, task_id=session_id))
     for turn in whole.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     results.store_result(claim(session_id), pack_ended(whole, finished=1234.5))
 
 
@@ -40,9 +40,9 @@ def claim(session_id: str) -> Claim:
 async def test_restart_finds_waiting_results(tmp_path: Path) -> None:
     path, clock = tmp_path / "journal.sqlite", Clock(2000.0)
     async with open_journal(path, now=lambda: clock.time) as journal:
-        hold(journal, ResultStore(journal, lambda: clock.time), "a")
+        hold(journal, ResultStore(journal.writer, journal.reader, lambda: clock.time), "a")
     async with open_journal(path, now=lambda: clock.time) as journal:
-        results = ResultStore(journal, lambda: clock.time)
+        results = ResultStore(journal.writer, journal.reader, lambda: clock.time)
         (found,) = await results.read_all()
         assert (found.claim, found.answered) == (claim("a"), None)
         whole = pack_whole_session(make_trajectory("a", task_id="a", turns=2), finished=1234.5)
@@ -54,7 +54,7 @@ async def test_sweep_keeps_recent_answers(tmp_path: Path, monkeypatch: pytest.Mo
     """What is not acknowledged stays, and so does what was acknowledged a short time ago, in so many bytes."""
     clock = Clock(2000.0)
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: clock.time) as journal:
-        results = ResultStore(journal, lambda: clock.time)
+        results = ResultStore(journal.writer, journal.reader, lambda: clock.time)
         for session_id in ("waits", "old", "recent", "last"):
             hold(journal, results, session_id)
 
@@ -70,7 +70,10 @@ async def test_sweep_keeps_recent_answers(tmp_path: Path, monkeypatch: pytest.Mo
         assert await kept() == {"waits", "old", "recent", "last"}
         clock.time += held.KEEP_ACKNOWLEDGED_S / 2
         assert await kept() == {"waits", "recent", "last"}
-        assert [bool(await journal.turns(each)) for each in ("old", "recent")] == [False, True]
+        assert [bool(await journal.reader.query(queries.turns, each)) for each in ("old", "recent")] == [
+            False,
+            True,
+        ]
         monkeypatch.setattr(held, "KEEP_ACKNOWLEDGED_BYTES", 1)
         assert await kept() == {"waits"}
 
@@ -79,10 +82,10 @@ async def test_check_names_damaged_result(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     async with open_journal(path, now=lambda: 1000.0) as journal:
         for session_id in ("a", "b"):
-            hold(journal, ResultStore(journal, lambda: 1000.0), session_id)
+            hold(journal, ResultStore(journal.writer, journal.reader, lambda: 1000.0), session_id)
     assert check_journal(path).faults == ()
     changed(path, "UPDATE results SET body = substr(body, 1, 40) WHERE session_id = 'a'")
     assert [(each.table, each.row) for each in check_journal(path).faults] == [("results", "a")]
     async with open_journal(path, now=lambda: 1000.0) as journal:
-        (found,) = await ResultStore(journal, lambda: 1000.0).read_all()
+        (found,) = await ResultStore(journal.writer, journal.reader, lambda: 1000.0).read_all()
         assert found.ended.identity.session_id == "b"

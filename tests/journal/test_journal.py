@@ -19,7 +19,7 @@ from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.codec import pack_turn, trajectory_json
 from polarnode.core.errors import JournalDamaged, JournalError, Refused
 from polarnode.core.trajectory import Outcome, Trajectory
-from polarnode.journal import writer
+from polarnode.journal import queries, writer
 from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.schema import SCHEMA_VERSION, WAL_CHECKPOINT_BYTES
@@ -65,12 +65,12 @@ def take(journal: Journal, *sessions: str, task_id: str = "t", **more: Any) -> N
 
 def record(journal: Journal, trajectory: Trajectory) -> None:
     for turn in trajectory.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     publish_end(journal, trajectory)
 
 
 async def listed(journal: Journal, after: int = 0, **filters: Any) -> list[tuple[int, str]]:
-    page = await journal.events(after, filters=EventFilters(**filters))
+    page = await journal.reader.events(after, filters=EventFilters(**filters))
     return [(event.seq, event.key) for event in page.events]
 
 
@@ -104,8 +104,8 @@ async def test_turn_overhead_on_disk_is_small(opened: Open, tmp_path: Path) -> N
     async with opened() as journal:
         for start in range(0, len(turns), 20):
             for turn in turns[start : start + 20]:
-                journal.record_turn(turn)
-            await journal.flush()
+                journal.writer.record_turn(turn)
+            await journal.writer.flush()
         assert log.stat().st_size < 1.2 * WAL_CHECKPOINT_BYTES
     size = (tmp_path / "state" / "journal.sqlite").stat().st_size
     assert size < 1.3 * sum(len(pack_turn(turn)) for turn in turns)
@@ -114,10 +114,10 @@ async def test_turn_overhead_on_disk_is_small(opened: Open, tmp_path: Path) -> N
 async def test_session_from_task_to_events(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a", "b", num_samples=2, group_id="g")
-        journal.record_session(make_identity("a"))
-        journal.record_turn(make_turn("a"))
-        await journal.flush()
-        task = await journal.task("t")
+        journal.writer.record_session(make_identity("a"))
+        journal.writer.record_turn(make_turn("a"))
+        await journal.writer.flush()
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert (task.group_id, task.spec, task.submitted, task.finished) == (
             "g",
@@ -132,8 +132,8 @@ async def test_session_from_task_to_events(opened: Open) -> None:
             ("a", 0, 1, 3, None),
             ("b", 1, 0, 0, None),
         ]
-        assert await journal.turns("a") == (make_turn("a"),)
-        assert await journal.trajectory("a") is None
+        assert await journal.reader.query(queries.turns, "a") == (make_turn("a"),)
+        assert await journal.reader.query(queries.trajectory, "a") is None
         assert await listed(journal) == []
 
         first, second = (
@@ -141,19 +141,19 @@ async def test_session_from_task_to_events(opened: Open) -> None:
             make_trajectory("b", sample_index=1, status="timeout", reward=None),
         )
         record(journal, first)
-        await journal.flush()
+        await journal.writer.flush()
         assert await listed(journal) == [(1, "trajectory:a")]
         record(journal, second)
-        await journal.flush()
+        await journal.writer.flush()
         assert await listed(journal) == [
             (1, "trajectory:a"),
             (2, "trajectory:b"),
             (3, "group:t"),
             (4, "task:t"),
         ]
-        assert await journal.trajectory("a") == first
-        assert await journal.trajectory("b") == second
-        task = await journal.task("t")
+        assert await journal.reader.query(queries.trajectory, "a") == first
+        assert await journal.reader.query(queries.trajectory, "b") == second
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert task.finished
         assert [one.outcome for one in task.sessions] == [first.outcome, second.outcome]
@@ -165,8 +165,8 @@ async def test_events_contain_trainer_data(opened: Open) -> None:
         take(journal, "a", "b", group_id="g")
         record(journal, make_trajectory("a"))
         record(journal, make_trajectory("b", sample_index=1, status="failed", reward=0.0))
-        await journal.flush()
-        page = await journal.events(0, encoder=json_encoder("base64"))
+        await journal.writer.flush()
+        page = await journal.reader.events(0, encoder=json_encoder("base64"))
         bodies = [orjson.loads(event.json(journal.id)) for event in page.events]
         assert bodies[0] == {
             "seq": 1,
@@ -194,23 +194,23 @@ async def test_repeated_publication_keeps_the_first(opened: Open) -> None:
         take(journal, "a")
         record(journal, make_trajectory("a", reward=0.25))
         publish_end(journal, make_trajectory("a", reward=0.75))
-        journal.record_turn(make_turn("b", sampled=1))
-        journal.record_turn(make_turn("b", sampled=2))
-        await journal.flush()
+        journal.writer.record_turn(make_turn("b", sampled=1))
+        journal.writer.record_turn(make_turn("b", sampled=2))
+        await journal.writer.flush()
         assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
-        found = await journal.trajectory("a")
+        found = await journal.reader.query(queries.trajectory, "a")
         assert found is not None
         assert found.reward == 0.25
-        assert await journal.turns("b") == (make_turn("b", sampled=2),)
+        assert await journal.reader.query(queries.turns, "b") == (make_turn("b", sampled=2),)
 
 
 async def test_capture_has_no_task_event(opened: Open) -> None:
     async with opened() as journal:
-        journal.record_session(make_identity("lone", task_id="capture"))
+        journal.writer.record_session(make_identity("lone", task_id="capture"))
         record(journal, make_trajectory("lone", task_id="capture"))
-        await journal.flush()
+        await journal.writer.flush()
         assert await listed(journal) == [(1, "trajectory:lone")]
-        assert await journal.task("capture") is None
+        assert await journal.reader.query(queries.task, "capture") is None
 
 
 async def test_tasks_by_key_and_newest_first(opened: Open) -> None:
@@ -223,18 +223,22 @@ async def test_tasks_by_key_and_newest_first(opened: Open) -> None:
                 session_ids=(f"s{number}",),
                 idempotency_key=f"k{number % 2}",
             )
-        await journal.flush()
-        found = await journal.task_of_key("k1")
+        await journal.writer.flush()
+        found = await journal.reader.query(queries.task_of_key, "k1")
         assert found is not None
         assert found.task_id == "t1"
-        assert await journal.task_of_key("k9") is None
-        first = await journal.tasks(limit=2)
+        assert await journal.reader.query(queries.task_of_key, "k9") is None
+        first = await journal.reader.query(queries.tasks, limit=2)
         assert [task.task_id for task in first] == ["t4", "t3"]
-        assert [task.task_id for task in await journal.tasks(limit=9, before="t3")] == ["t2", "t1", "t0"]
-        session = await journal.session("s3")
+        assert [task.task_id for task in await journal.reader.query(queries.tasks, limit=9, before="t3")] == [
+            "t2",
+            "t1",
+            "t0",
+        ]
+        session = await journal.reader.query(queries.session, "s3")
         assert session is not None
         assert session.task_id == "t3"
-        assert await journal.session("none") is None
+        assert await journal.reader.query(queries.session, "none") is None
 
 
 # ── reading on, filters, pages ────────────────────────────────────────────────
@@ -247,7 +251,7 @@ async def test_filters_move_reader_past_events(opened: Open) -> None:
         record(journal, make_trajectory("a", task_id="t1", group_id="g1", status="failed", reward=0.0))
         record(journal, make_trajectory("c", task_id="t2", group_id="g2"))
         record(journal, make_trajectory("b", task_id="t1", group_id="g1", reward=0.5))
-        await journal.flush()
+        await journal.writer.flush()
         assert [key for _, key in await listed(journal, task_id="t1")] == [
             "trajectory:a",
             "trajectory:b",
@@ -266,11 +270,11 @@ async def test_filters_move_reader_past_events(opened: Open) -> None:
             "trajectory:c",
             "trajectory:b",
         ]
-        nothing = await journal.events(0, filters=EventFilters(task_id="none"))
-        assert (nothing.events, nothing.seen) == ((), journal.last_seq)
-        page = await journal.events(0, filters=EventFilters(task_id="t1"), limit=1)
+        nothing = await journal.reader.events(0, filters=EventFilters(task_id="none"))
+        assert (nothing.events, nothing.seen) == ((), journal.commits.progress.last_seq)
+        page = await journal.reader.events(0, filters=EventFilters(task_id="t1"), limit=1)
         assert (len(page.events), page.seen) == (1, 1)
-        assert (await journal.events(99)).seen == 99
+        assert (await journal.reader.events(99)).seen == 99
 
 
 async def test_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,9 +282,9 @@ async def test_page_is_bounded_in_bytes(opened: Open, monkeypatch: pytest.Monkey
     async with opened() as journal:
         for number in range(6):
             record(journal, make_trajectory(f"s{number}", task_id="x"))
-        await journal.flush()
+        await journal.writer.flush()
         seen, pages = 0, []
-        while (page := await journal.events(seen)).events:
+        while (page := await journal.reader.events(seen)).events:
             pages.append(len(page.events))
             seen = page.seen
         assert sum(pages) == 6
@@ -292,15 +296,15 @@ async def test_commit_wakes_waiting_reader(opened: Open) -> None:
         woken: list[int] = []
 
         async def reader() -> None:
-            await journal.wait_event_after(0)
-            woken.append(journal.last_seq)
+            await journal.commits.wait_event_after(0)
+            woken.append(journal.commits.progress.last_seq)
 
         nursery.start_soon(reader)
-        journal.record_turn(make_turn("a"))
-        await journal.flush()
+        journal.writer.record_turn(make_turn("a"))
+        await journal.writer.flush()
         assert woken == []
         record(journal, make_trajectory("a"))
-        await journal.flush()
+        await journal.writer.flush()
         await trio.testing.wait_all_tasks_blocked()
         assert woken == [1]
 
@@ -311,22 +315,22 @@ async def test_commit_wakes_waiting_reader(opened: Open) -> None:
 async def test_position_only_moves_forward(opened: Open) -> None:
     """A position moves forward only, and never into the future."""
     async with opened() as journal:
-        assert await journal.acknowledge("one", 7) == 0
+        assert await journal.consumers.acknowledge("one", 7) == 0
         for number in range(3):
             record(journal, make_trajectory(f"s{number}", task_id="x"))
-        await journal.flush()
-        assert await journal.acknowledge("one", 2) == 2
-        assert await journal.acknowledge("one", 1) == 2
-        assert await journal.acknowledge("one", 99) == 3
-        assert await journal.acknowledge("two", 1) == 1
+        await journal.writer.flush()
+        assert await journal.consumers.acknowledge("one", 2) == 2
+        assert await journal.consumers.acknowledge("one", 1) == 2
+        assert await journal.consumers.acknowledge("one", 99) == 3
+        assert await journal.consumers.acknowledge("two", 1) == 1
         assert (
-            await journal.position("one"),
-            await journal.position("two"),
-            await journal.position("three"),
+            journal.consumers.position("one"),
+            journal.consumers.position("two"),
+            journal.consumers.position("three"),
         ) == (3, 1, 0)
     async with opened() as journal:
-        assert (await journal.position("one"), await journal.position("two")) == (3, 1)
-        assert journal.statistics().positions == {"one": 3, "two": 1}
+        assert (journal.consumers.position("one"), journal.consumers.position("two")) == (3, 1)
+        assert journal.health.statistics().positions == {"one": 3, "two": 1}
 
 
 def test_consumer_name_is_checked() -> None:
@@ -343,23 +347,23 @@ async def test_sequence_continues_after_restart(opened: Open) -> None:
     async with opened() as journal:
         record(journal, make_trajectory("a", task_id="x"))
     async with opened() as journal:
-        assert (journal.first_seq, journal.last_seq) == (1, 1)
+        assert (journal.commits.progress.first_seq, journal.commits.progress.last_seq) == (1, 1)
         record(journal, make_trajectory("b", task_id="x"))
-        await journal.flush()
+        await journal.writer.flush()
         assert await listed(journal) == [(1, "trajectory:a"), (2, "trajectory:b")]
 
 
 async def test_unfinished_work_is_found_after_restart(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "done", "begun", "named", group_id="g")
-        journal.record_session(make_identity("begun", sample_index=1))
+        journal.writer.record_session(make_identity("begun", sample_index=1))
         record(journal, make_trajectory("done"))
-        journal.record_turn(make_turn("begun", 0))
-        journal.record_turn(make_turn("begun", 1))
-        await journal.flush()
-        assert await journal.unfinished_sessions() == ()
+        journal.writer.record_turn(make_turn("begun", 0))
+        journal.writer.record_turn(make_turn("begun", 1))
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
     async with opened() as journal:
-        begun, named = await journal.unfinished_sessions()
+        begun, named = await journal.reader.query(queries.unfinished_sessions)
         assert begun.identity == make_identity("begun", sample_index=1)
         assert begun.spec == make_spec(group_id="g")
         assert begun.turns == (make_turn("begun", 0), make_turn("begun", 1))
@@ -375,8 +379,8 @@ async def test_unfinished_work_is_found_after_restart(opened: Open) -> None:
                     traces=(),
                 ),
             )
-        await journal.flush()
-        assert await journal.unfinished_sessions() == ()
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
         assert [key for _, key in await listed(journal)] == [
             "trajectory:done",
             "trajectory:begun",
@@ -390,18 +394,18 @@ async def test_cancelled_close_writes_the_queue(opened: Open) -> None:
     with trio.CancelScope() as scope:
         async with opened() as journal:
             for number in range(200):
-                journal.record_turn(make_turn("a", number))
+                journal.writer.record_turn(make_turn("a", number))
             scope.cancel()
     async with opened() as journal:
-        assert len(await journal.turns("a")) == 200
+        assert len(await journal.reader.query(queries.turns, "a")) == 200
 
 
 async def test_virtual_clock_does_not_cut_close(opened: Open, autojump_clock: trio.testing.MockClock) -> None:
     async with opened() as journal:
         for number in range(200):
-            journal.record_turn(make_turn("a", number))
+            journal.writer.record_turn(make_turn("a", number))
     async with opened() as journal:
-        assert len(await journal.turns("a")) == 200
+        assert len(await journal.reader.query(queries.turns, "a")) == 200
 
 
 async def test_journal_locks_out_other_processes(opened: Open) -> None:
@@ -415,7 +419,7 @@ async def test_previous_version_is_read_and_continued(opened: Open, tmp_path: Pa
     old = make_trajectory("s", turns=2)
     async with opened() as journal:
         record(journal, make_trajectory("s", turns=2))
-        await journal.flush()
+        await journal.writer.flush()
     db = sqlite3.connect(tmp_path / "state" / "journal.sqlite")
     for index, body in enumerate(OLD_TURNS):
         db.execute("UPDATE turns SET body = ? WHERE turn = ?", (b64decode(body), index))
@@ -452,15 +456,15 @@ async def test_previous_version_is_read_and_continued(opened: Open, tmp_path: Pa
     db.commit()
     db.close()
     async with opened() as journal:
-        assert await journal.trajectory("s") == old
+        assert await journal.reader.query(queries.trajectory, "s") == old
         carried = attrs.evolve(
             make_turn("new"),
             top=TopLogprobs(k=1, ids=ids([1, 2, 3]), logprobs=floats([-0.5] * 3)),
             routed=RoutedExperts(start=0, layers=2, top_k=1, dtype="uint8", data=bytes(12)),
         )
-        journal.record_turn(carried)
-        await journal.flush()
-        assert await journal.turns("new") == (carried,)
+        journal.writer.record_turn(carried)
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.turns, "new") == (carried,)
     with sqlite3.connect(tmp_path / "state" / "journal.sqlite") as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
     db.close()
@@ -478,7 +482,7 @@ async def test_files_are_private_despite_umask(opened: Open, tmp_path: Path) -> 
     try:
         async with opened() as journal:
             record(journal, make_trajectory("a"))
-            await journal.flush()
+            await journal.writer.flush()
             modes = {each.name: each.stat().st_mode & 0o777 for each in (tmp_path / "state").iterdir()}
     finally:
         os.umask(before)
@@ -536,41 +540,41 @@ async def publish_many(journal: Journal, count: int, start: int = 0) -> None:
     for number in range(start, start + count):
         take(journal, f"s{number}", task_id=f"t{number}")
         record(journal, make_trajectory(f"s{number}", task_id=f"t{number}", sampled=2000))
-        await journal.flush()
+        await journal.writer.flush()
 
 
 async def test_acknowledged_events_are_pruned_first(opened: Open) -> None:
     """What all consumers have acknowledged is pruned first, and nothing else."""
     async with opened(retention=RetentionLimits(acknowledged=1 << 20, everything=1 << 40)) as journal:
-        await journal.acknowledge("slow", 0)
+        await journal.consumers.acknowledge("slow", 0)
         await publish_many(journal, 60)
-        assert journal.first_seq == 1
-        assert journal.statistics().stored_bytes > 1 << 20
-        await journal.acknowledge("fast", 150)
+        assert journal.commits.progress.first_seq == 1
+        assert journal.health.statistics().stored_bytes > 1 << 20
+        await journal.consumers.acknowledge("fast", 150)
         await publish_many(journal, 1, start=60)
-        assert journal.first_seq == 1
-        assert await journal.acknowledge("slow", 90) == 90
+        assert journal.commits.progress.first_seq == 1
+        assert await journal.consumers.acknowledge("slow", 90) == 90
         await publish_many(journal, 30, start=61)
-        assert 1 < journal.first_seq <= 91
-        assert await journal.trajectory("s0") is None
-        assert await journal.task("t0") is None
-        assert await journal.turns("s0") == ()
-        assert await journal.trajectory("s90") is not None
+        assert 1 < journal.commits.progress.first_seq <= 91
+        assert await journal.reader.query(queries.trajectory, "s0") is None
+        assert await journal.reader.query(queries.task, "t0") is None
+        assert await journal.reader.query(queries.turns, "s0") == ()
+        assert await journal.reader.query(queries.trajectory, "s90") is not None
 
 
 async def test_size_limit_prunes_oldest_events(opened: Open) -> None:
     """Beyond the last limit the oldest events go, and their numbers do not come again."""
     limits = RetentionLimits(acknowledged=3 << 18, everything=3 << 18)
     async with opened(retention=limits) as journal:
-        journal.record_turn(make_turn("running"))
+        journal.writer.record_turn(make_turn("running"))
         await publish_many(journal, 80)
-        assert journal.first_seq > 1
-        assert journal.statistics().stored_bytes < 1 << 20
-        assert (await listed(journal))[0][0] == journal.first_seq
-        assert len(await journal.turns("running")) == 1
+        assert journal.commits.progress.first_seq > 1
+        assert journal.health.statistics().stored_bytes < 1 << 20
+        assert (await listed(journal))[0][0] == journal.commits.progress.first_seq
+        assert len(await journal.reader.query(queries.turns, "running")) == 1
     async with opened(retention=limits) as journal:
-        assert journal.last_seq == 240
-        assert journal.first_seq > 1
+        assert journal.commits.progress.last_seq == 240
+        assert journal.commits.progress.first_seq > 1
 
 
 # ── one place, several sessions ───────────────────────────────────────────────
@@ -585,7 +589,7 @@ def replace(
     trajectory = make_trajectory(lost, sample_index=sample_index, turns=turns, reward=None)
     replaced = attrs.evolve(trajectory, outcome=LOST, attempt=attempt, retried_as=successor)
     for turn in replaced.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     publish_attempt(
         journal,
         replaced,
@@ -601,11 +605,11 @@ async def test_place_counts_its_last_session(opened: Open) -> None:
         replace(journal, "b", "b2", sample_index=1, turns=2)
         replace(journal, "b2", "b3", sample_index=1, attempt=1)
         record(journal, make_trajectory("a"))
-        await journal.flush()
+        await journal.writer.flush()
         assert await listed(journal) == [(3, "trajectory:a")], (
             "a place that is to be filled keeps its group open"
         )
-        task = await journal.task("t")
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert [(one.session_id, one.sample_index, one.attempt, one.retried_as) for one in task.sessions] == [
             ("a", 0, 0, None),
@@ -613,8 +617,8 @@ async def test_place_counts_its_last_session(opened: Open) -> None:
         ]
         assert not task.finished
         record(journal, attrs.evolve(make_trajectory("b3", sample_index=1), attempt=2))
-        await journal.flush()
-        page = await journal.events(0)
+        await journal.writer.flush()
+        page = await journal.reader.events(0)
         assert [event.key for event in page.events] == ["trajectory:a", "trajectory:b3", "group:t", "task:t"]
         group = orjson.loads(page.events[2].body)
         assert [one["session_id"] for one in group["sessions"]] == ["a", "b3"]
@@ -625,21 +629,24 @@ async def test_replaced_session_can_be_read(opened: Open) -> None:
     async with opened() as journal:
         take(journal, "a")
         replaced = replace(journal, "a", "a2", turns=2)
-        await journal.flush()
-        assert await journal.turns("a") == replaced.turns
-        found, known = await journal.trajectory("a"), await journal.session("a")
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.turns, "a") == replaced.turns
+        found, known = (
+            await journal.reader.query(queries.trajectory, "a"),
+            await journal.reader.query(queries.session, "a"),
+        )
         assert found is not None
         assert known is not None
         assert (found.outcome, known.outcome, known.retried_as, known.turns) == (LOST, LOST, "a2", 2)
-        assert (await journal.events(0)).events == ()
-        (event,) = (await journal.events(0, filters=EventFilters(kinds=("attempt",)))).events
+        assert (await journal.reader.events(0)).events == ()
+        (event,) = (await journal.reader.events(0, filters=EventFilters(kinds=("attempt",)))).events
         assert (event.kind, event.key) == ("attempt", "attempt:a")
         assert orjson.loads(event.json(journal.id))["attempt"]["session_id"] == "a"
         for passed_over in (
             EventFilters(kinds=("attempt",), outcome="completed"),
             EventFilters(kinds=("attempt",), min_reward=0.0),
         ):
-            page = await journal.events(0, filters=passed_over)
+            page = await journal.reader.events(0, filters=passed_over)
             assert (page.events, page.seen) == ((), 1)
 
 
@@ -650,20 +657,24 @@ async def test_late_replacement_changes_nothing(opened: Open, tmp_path: Path) ->
         replace(journal, "a", "a2")
         replace(journal, "a", "a3")
         record(journal, make_trajectory("a"))
-        await journal.flush()
-        task = await journal.task("t")
+        await journal.writer.flush()
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert [one.session_id for one in task.sessions] == ["a2"]
-        assert await journal.session("a3") is None
+        assert await journal.reader.query(queries.session, "a3") is None
         assert [
             event.key
             for event in (
-                await journal.events(0, filters=EventFilters(kinds=("trajectory", "attempt")))
+                await journal.reader.events(0, filters=EventFilters(kinds=("trajectory", "attempt")))
             ).events
         ] == ["attempt:a"]
     async with opened() as journal:
-        assert [left.identity.session_id for left in await journal.unfinished_sessions()] == ["a2"]
-        assert [left.identity.attempt for left in await journal.unfinished_sessions()] == [1]
+        assert [
+            left.identity.session_id for left in await journal.reader.query(queries.unfinished_sessions)
+        ] == ["a2"]
+        assert [
+            left.identity.attempt for left in await journal.reader.query(queries.unfinished_sessions)
+        ] == [1]
 
 
 async def test_finished_session_is_not_replaced(opened: Open) -> None:
@@ -671,8 +682,8 @@ async def test_finished_session_is_not_replaced(opened: Open) -> None:
         take(journal, "a")
         record(journal, make_trajectory("a"))
         replace(journal, "a", "a2")
-        await journal.flush()
-        assert await journal.session("a2") is None
+        await journal.writer.flush()
+        assert await journal.reader.query(queries.session, "a2") is None
         assert await listed(journal) == [(1, "trajectory:a"), (2, "group:t"), (3, "task:t")]
 
 
@@ -682,12 +693,15 @@ async def test_cancellation_survives_restart(opened: Open) -> None:
         take(journal, "b", task_id="other")
         cancel_task(journal, "t")
         cancel_task(journal, "nobody's")
-        await journal.flush()
-        task = await journal.task("t")
+        await journal.writer.flush()
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert task.cancelled == 1000.0
     async with opened() as journal:
-        assert {left.identity.session_id: left.cancelled for left in await journal.unfinished_sessions()} == {
+        assert {
+            left.identity.session_id: left.cancelled
+            for left in await journal.reader.query(queries.unfinished_sessions)
+        } == {
             "a": True,
             "b": False,
         }
@@ -700,8 +714,12 @@ async def test_replaced_sessions_are_pruned_with_turns(opened: Open) -> None:
         replace(journal, "a", "a2", turns=3)
         record(journal, make_trajectory("a2"))
         await publish_many(journal, 80)
-        assert journal.first_seq > 4
-        assert (await journal.turns("a"), await journal.session("a"), await journal.session("a2")) == (
+        assert journal.commits.progress.first_seq > 4
+        assert (
+            await journal.reader.query(queries.turns, "a"),
+            await journal.reader.query(queries.session, "a"),
+            await journal.reader.query(queries.session, "a2"),
+        ) == (
             (),
             None,
             None,
@@ -713,29 +731,29 @@ async def test_turns_are_committed_in_batches(opened: Open, monkeypatch: pytest.
     monkeypatch.setattr(writer, "GATHER_S", 3600.0)
     async with opened() as journal:
         commits: list[int] = []
-        report = journal._writer.on_progress
+        report = journal.writer._thread.on_progress
 
         def counted(progress: JournalProgress) -> None:
             commits.append(progress.entries)
             report(progress)
 
-        journal._writer.on_progress = counted
-        before = journal._writer.enqueued_entries
+        journal.writer._thread.on_progress = counted
+        before = journal.writer._thread.enqueued_entries
         for number in range(3):
-            journal.record_turn(make_turn("s", number))
+            journal.writer.record_turn(make_turn("s", number))
             await trio.sleep(0.05)
         assert commits == []
         with trio.fail_after(30):
-            await journal.flush()
+            await journal.writer.flush()
         assert commits == [before + 3]
-        journal.record_turn(make_turn("s", 3))
+        journal.writer.record_turn(make_turn("s", 3))
         publish_end(journal, make_trajectory("x"))  # an event is committed at once, with what came before it
         with trio.fail_after(30):
-            await journal.wait_event_after(0)
+            await journal.commits.wait_event_after(0)
         assert commits == [before + 3, before + 5]
-        journal.record_turn(make_turn("s", 4))
+        journal.writer.record_turn(make_turn("s", 4))
     async with opened() as journal:  # closing waits for nothing
-        assert [turn.index for turn in await journal.turns("s")] == [0, 1, 2, 3, 4]
+        assert [turn.index for turn in await journal.reader.query(queries.turns, "s")] == [0, 1, 2, 3, 4]
 
 
 # ── when things go wrong ──────────────────────────────────────────────────────
@@ -746,20 +764,20 @@ async def test_full_disk_loses_nothing(opened: Open, tmp_path: Path, monkeypatch
     monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
     async with opened() as journal:
         # SQLite takes the current size when it is larger
-        journal._writer.db.execute("PRAGMA max_page_count = 1")
+        journal.writer._thread.db.execute("PRAGMA max_page_count = 1")
         for number in range(50):
             record(journal, make_trajectory(f"s{number}", task_id="x", sampled=2000))
-        while journal.statistics().warning is None:  # noqa: ASYNC110 - a thread's attempt that fails has no event
+        while journal.health.statistics().warning is None:  # noqa: ASYNC110 - a thread's attempt that fails has no event
             await trio.sleep(0.01)
-        state = journal.statistics()
+        state = journal.health.statistics()
         assert "make room on its disk" in (state.warning or "")
         assert state.refuses_tasks
         assert state.backlog_entries > 0
         assert state.backlog_bytes > 0
-        journal.record_turn(make_turn("more"))
-        journal._writer.db.execute("PRAGMA max_page_count = 1073741823")
-        await journal.flush()
-        state = journal.statistics()
+        journal.writer.record_turn(make_turn("more"))
+        journal.writer._thread.db.execute("PRAGMA max_page_count = 1073741823")
+        await journal.writer.flush()
+        state = journal.health.statistics()
         assert (
             state.warning,
             state.refuses_tasks,
@@ -767,8 +785,8 @@ async def test_full_disk_loses_nothing(opened: Open, tmp_path: Path, monkeypatch
             state.backlog_bytes,
             state.dropped,
         ) == (None, False, 0, 0, 0)
-        assert journal.last_seq == 50
-        assert len(await journal.turns("more")) == 1
+        assert journal.commits.progress.last_seq == 50
+        assert len(await journal.reader.query(queries.turns, "more")) == 1
 
 
 async def test_close_on_full_disk_is_bounded(
@@ -776,7 +794,7 @@ async def test_close_on_full_disk_is_bounded(
 ) -> None:
     monkeypatch.setattr("polarnode.journal.writer.RETRY_S", 0.01)
     async with opened() as journal:
-        journal._writer.db.execute("PRAGMA max_page_count = 1")
+        journal.writer._thread.db.execute("PRAGMA max_page_count = 1")
         for number in range(50):
             record(journal, make_trajectory(f"s{number}", task_id="x", sampled=2000))
     assert "entries unwritten" in caplog.text
@@ -784,13 +802,13 @@ async def test_close_on_full_disk_is_bounded(
 
 async def test_low_disk_refuses_tasks_early(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened() as journal:
-        assert not journal.refuses_tasks
-        monkeypatch.setattr("polarnode.journal.journal.DISK_FREE_BYTES", 1 << 60)
-        assert journal.refuses_tasks
-        assert "make room" in (journal.statistics().warning or "")
+        assert not journal.health.statistics().refuses_tasks
+        monkeypatch.setattr("polarnode.journal.health.DISK_FREE_BYTES", 1 << 60)
+        assert journal.health.statistics().refuses_tasks
+        assert "make room" in (journal.health.statistics().warning or "")
         monkeypatch.undo()
-        monkeypatch.setattr("polarnode.journal.journal.BACKLOG_BYTES", -1)
-        assert "too slow" in (journal.statistics().warning or "")
+        monkeypatch.setattr("polarnode.journal.health.BACKLOG_BYTES", -1)
+        assert "too slow" in (journal.health.statistics().warning or "")
 
 
 async def test_bug_costs_one_entry(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
@@ -807,18 +825,18 @@ async def test_bug_costs_one_entry(opened: Open, caplog: pytest.LogCaptureFixtur
         raise ZeroDivisionError
 
     async with opened() as journal:
-        with journal._writer._condition:  # so that all are one batch
-            journal.record_turn(make_turn("a", 0))
+        with journal.writer._thread._condition:  # so that all are one batch
+            journal.writer.record_turn(make_turn("a", 0))
             for bug in (twice, nowhere, unbound):
-                journal._writer.enqueue(JournalEntry(1, bug))
-            journal.record_turn(make_turn("a", 1))
-            journal._writer.enqueue(JournalEntry(1, buggy))
-            journal.record_turn(make_turn("a", 2))
+                journal.writer.write(JournalEntry(1, bug))
+            journal.writer.record_turn(make_turn("a", 1))
+            journal.writer.write(JournalEntry(1, buggy))
+            journal.writer.record_turn(make_turn("a", 2))
         with pytest.raises(JournalDamaged, match="4 entries could not be written"):
-            await journal.flush()
-        await journal.flush()
-        assert len(await journal.turns("a")) == 3
-        state = journal.statistics()
+            await journal.writer.flush()
+        await journal.writer.flush()
+        assert len(await journal.reader.query(queries.turns, "a")) == 3
+        state = journal.health.statistics()
         assert (state.dropped, state.refuses_tasks) == (4, True)
         assert "no new work is taken" in (state.warning or "")
     assert "ZeroDivisionError" in caplog.text

@@ -21,11 +21,11 @@ DATA = Path(__file__).parents[1] / "data" / "journals"
 
 async def fill(journal: Journal) -> None:
     write_sessions(journal)
-    journal.record_session(make_identity("open"))
-    journal.record_turn(make_turn("open"))
+    journal.writer.record_session(make_identity("open"))
+    journal.writer.record_turn(make_turn("open"))
     serve_weights(journal, "v1")
-    await journal.flush()
-    await journal.acknowledge("trainer", 2)
+    await journal.writer.flush()
+    await journal.consumers.acknowledge("trainer", 2)
 
 
 def changed(path: Path, sql: str) -> None:

@@ -1,5 +1,5 @@
 """A row that is damaged, or that cannot be written as JSON, costs itself alone and is named. A damaged file
-takes nothing new, which `polarnode.journal.condition` says.
+takes nothing new, which `polarnode.journal.health` says.
 """
 
 import os
@@ -21,6 +21,7 @@ from polarnode.api.query import Query
 from polarnode.core.codec.json import TOO_DEEP
 from polarnode.core.errors import JournalDamaged, JournalError
 from polarnode.core.trajectory import LeftOut, Outcome, Trajectory
+from polarnode.journal import entries, queries
 from polarnode.journal.damage import checksum, encode_trajectory
 from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
@@ -53,12 +54,12 @@ async def fill(journal: Journal, *session_ids: str, turns: int = 2, **more: Any)
     """A finished task of one session for each."""
     for name in session_ids:
         submit_task(journal, make_spec(), task_id=f"t-{name}", session_ids=(name,), idempotency_key=None)
-        journal.record_session(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
+        journal.writer.record_session(make_identity(name, task_id=f"t-{name}", group_id=f"t-{name}"))
         whole = chained(name, turns)
         for turn in whole.turns:
-            journal.record_turn(turn)
+            journal.writer.record_turn(turn)
         publish_end(journal, attrs.evolve(whole, **more))
-    await journal.flush()
+    await journal.writer.flush()
 
 
 def chained(name: str, turns: int) -> Trajectory:
@@ -75,8 +76,8 @@ def chained(name: str, turns: int) -> Trajectory:
 async def told(journal: Journal, **more: Any) -> list[tuple[str, str, Any]]:
     """Every event, page by page: kind, key and body."""
     found, seen = [], 0
-    while seen < journal.last_seq:
-        page = await journal.events(seen, filters=EVERY_KIND, **more)
+    while seen < journal.commits.progress.last_seq:
+        page = await journal.reader.events(seen, filters=EVERY_KIND, **more)
         found += [(each.kind, each.key, orjson.loads(each.body)) for each in page.events]
         assert page.seen > seen
         seen = page.seen
@@ -88,7 +89,7 @@ def keys(*names: str) -> list[str]:
 
 
 async def damaged_rows(journal: Journal) -> list[tuple[str, str]]:
-    return [(each.table, each.row) for each in journal.statistics().damaged]
+    return [(each.table, each.row) for each in journal.health.statistics().damaged]
 
 
 FLIPPED = "UPDATE {table} SET body = substr(body, 1, 20) || x'ff00ff' || substr(body, 24) WHERE {where}"
@@ -110,19 +111,19 @@ async def test_damaged_turn_costs_only_its_traces(opened: Open, tmp_path: Path) 
         assert "checksum does not match" in whole["damaged"][0]["reason"]
         assert (whole["traces"], whole["reward"], whole["outcome"]["status"]) == ([], 1.0, "completed")
         assert [row["left_out"] for row in whole["turns"]] == ["damaged", "damaged"]
-        assert [turn.index for turn in await journal.turns("b")] == [0, 2]
+        assert [turn.index for turn in await journal.reader.query(queries.turns, "b")] == [0, 2]
         assert await damaged_rows(journal) == [("turns", "b/1")]
-        assert journal.statistics().damaged_rows == 1
+        assert journal.health.statistics().damaged_rows == 1
 
 
 async def test_damaged_trajectory_is_rebuilt_from_turns(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, "a", "b", metrics={"steps": 3})
-        before = await journal.trajectory("b")
+        before = await journal.reader.query(queries.trajectory, "b")
     change(tmp_path, FLIPPED.format(table="trajectories", where="session_id = 'b'"))
     async with opened() as journal:
         assert [key for _, key, _ in await told(journal)] == keys("a", "b")
-        after = await journal.trajectory("b")
+        after = await journal.reader.query(queries.trajectory, "b")
     assert before is not None
     assert after is not None
     assert [each.part for each in after.damaged] == ["trajectory"]
@@ -162,7 +163,7 @@ async def test_unidentifiable_event_is_marked_unreadable(
         assert key == ("trajectory:z" if column == "key" else "trajectory:b")
         assert body["task_id"] == "t-b"
         assert "checksum" in body["reason"]
-        assert await journal.acknowledge("trainer", 9) == 9
+        assert await journal.consumers.acknowledge("trainer", 9) == 9
 
 
 async def test_other_event_columns_cost_nothing(opened: Open, tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ async def test_too_deep_parts_are_replaced(opened: Open, depth: int, part: str) 
         assert len(body["traces"]) == 1
         log = SqliteLog(journal)
         for query in (Query(), Query(format="slime"), Query(kind="sft")):
-            response: Any = export(log, journal.run_in_thread, query, await log.last_cursor()).response
+            response: Any = export(log, journal.reader.run_in_thread, query, await log.last_cursor()).response
             lines = b"".join([part async for part in response]).splitlines()
             assert len(lines) == (0 if query.kind == "sft" else 3)
 
@@ -237,18 +238,18 @@ async def test_out_of_memory_is_no_damage(opened: Open) -> None:
 async def test_task_with_damaged_row_ends(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         submit_task(journal, make_spec(), task_id="t", session_ids=("a",), idempotency_key="k")
-        journal.record_session(make_identity("a"))
-        journal.record_turn(make_turn("a"))
-        await journal.flush()
+        journal.writer.record_session(make_identity("a"))
+        journal.writer.record_turn(make_turn("a"))
+        await journal.writer.flush()
     change(tmp_path, "UPDATE tasks SET spec = x'7b7b' WHERE task_id = 't'")
     async with opened() as journal:
-        (lost,) = await journal.unfinished_sessions()
+        (lost,) = await journal.reader.query(queries.unfinished_sessions)
         assert (lost.spec, [each.part for each in lost.damaged]) == (None, ["task"])
         publish_end(journal, make_trajectory("a"))
-        await journal.flush()
+        await journal.writer.flush()
         assert [key for _, key, _ in await told(journal)] == ["trajectory:a", "group:t", "task:t"]
-        assert journal.statistics().dropped == 0
-        task = await journal.task("t")
+        assert journal.health.statistics().dropped == 0
+        task = await journal.reader.query(queries.task, "t")
         assert task is not None
         assert task.damaged is not None
         assert task.finished
@@ -259,14 +260,14 @@ async def test_recovery_continues_past_damaged_session(opened: Open, tmp_path: P
     async with opened() as journal:
         for name in ("a", "b"):
             submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
-            journal.record_session(make_identity(name, task_id=name, group_id=name))
+            journal.writer.record_session(make_identity(name, task_id=name, group_id=name))
             for index in range(3):
-                journal.record_turn(chained(name, 3).turns[index])
-        await journal.flush()
+                journal.writer.record_turn(chained(name, 3).turns[index])
+        await journal.writer.flush()
     change(tmp_path, f"UPDATE sessions SET {column} = 5 WHERE session_id = 'a'")
     change(tmp_path, FLIPPED.format(table="turns", where="session_id = 'a' AND turn = 1"))
     async with opened() as journal:
-        lost, whole = await journal.unfinished_sessions()
+        lost, whole = await journal.reader.query(queries.unfinished_sessions)
         assert [each.part for each in lost.damaged] == ["identity", "turns[1]"]
         assert (lost.identity.session_id, lost.identity.group_id) == ("a", "a")
         assert whole.damaged == ()
@@ -283,7 +284,7 @@ async def test_recovery_continues_past_damaged_session(opened: Open, tmp_path: P
         assert LeftOut(turn=2, reason="damaged") in trajectory.left_out
         assert len(trajectory.traces) == 1
         publish_end(journal, trajectory)
-        await journal.flush()
+        await journal.writer.flush()
         again = (await told(journal))[0][2]["damaged"]
         assert [each["part"] for each in again] == ["identity", "turns[1]"], (
             "each once, however often it is read"
@@ -295,28 +296,30 @@ async def test_lost_outcome_becomes_explained_error(opened: Open, tmp_path: Path
         await fill(journal, "a")
     change(tmp_path, "UPDATE sessions SET outcome = x'ff' WHERE session_id = 'a'")
     async with opened() as journal:
-        record = await journal.session("a")
+        record = await journal.reader.query(queries.session, "a")
         assert record is not None
         assert record.outcome is not None
         assert (record.outcome.status, record.outcome.boundary) == ("error", "journal")
-        assert await journal.unfinished_sessions() == ()
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
 
 
 async def test_damaged_weights_are_skipped(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         for version in ("v1", "v2"):
             serve_weights(journal, version)
-        await journal.flush()
+        await journal.writer.flush()
     change(tmp_path, "UPDATE weights SET body = x'00' WHERE version = 'v2'")
     async with opened() as journal:
-        assert [row.version for row in await journal.weights(5)] == ["v1"]
-        assert [row.version for row in await journal.weights(1)] == ["v1"], "what a node begins with"
+        assert [row.version for row in await journal.reader.query(entries.weight_rows, 5)] == ["v1"]
+        assert [row.version for row in await journal.reader.query(entries.weight_rows, 1)] == ["v1"], (
+            "what a node begins with"
+        )
 
 
 async def test_damaged_page_costs_its_rows(opened: Open, tmp_path: Path) -> None:
     async with opened() as journal:
         await fill(journal, *(f"s{number}" for number in range(60)), turns=8)
-        count = journal.last_seq
+        count = journal.commits.progress.last_seq
     with sqlite3.connect(tmp_path / "journal.sqlite") as db:
         size = db.execute("PRAGMA page_size").fetchone()[0]
         root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'turns'").fetchone()[0]
@@ -330,7 +333,7 @@ async def test_damaged_page_costs_its_rows(opened: Open, tmp_path: Path) -> None
     async with opened() as journal:
         found = await told(journal)
         assert len(found) == count
-        lost = [row for row in journal._damages.damaged_rows() if row.table == "turns"]
+        lost = [row for row in journal.reader.damages.damaged_rows() if row.table == "turns"]
         bodies = [body for kind, _, body in found if kind == "trajectory"]
         assert 0 < len(lost) < 100
         assert sum(len(body["turns"]) for body in bodies) + len(lost) == 480
@@ -345,12 +348,12 @@ def corrupt(*_: object) -> NoReturn:
 
 async def test_entry_on_damaged_page_fails_alone(opened: Open) -> None:
     async with opened() as journal:
-        journal._writer.enqueue(JournalEntry(1, corrupt))
+        journal.writer.write(JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged, match="1 entries could not be written"):
             await fill(journal, "a")
         assert [key for _, key, _ in await told(journal)] == keys("a")
-        assert journal.damage_event.is_set()
-        assert (journal.statistics().dropped, journal.statistics().refuses_tasks) == (1, True)
+        assert journal.health.damage_event.is_set()
+        assert (journal.health.statistics().dropped, journal.health.statistics().refuses_tasks) == (1, True)
 
 
 async def test_pruning_damage_stops_no_writes(
@@ -360,7 +363,7 @@ async def test_pruning_damage_stops_no_writes(
     async with opened() as journal:
         await fill(journal, "a")
         assert [key for _, key, _ in await told(journal)] == keys("a")
-        assert "is damaged" in (journal.statistics().damage or "")
+        assert "is damaged" in (journal.health.statistics().damage or "")
     assert "cannot prune" in caplog.text
 
 
@@ -388,12 +391,12 @@ async def test_damaged_page_refuses_new_work(opened: Open, tmp_path: Path, name:
     path = tmp_path / "journal.sqlite"
     overwrite(path, root_of(path, name), random.Random(name).randbytes(PAGE_BYTES))
     async with opened() as journal:
-        state = journal.statistics()
+        state = journal.health.statistics()
         assert "is damaged" in (state.damage or "")
         assert (state.warning, state.refuses_tasks) == (state.damage, True)
-        assert journal.damage_event.is_set()
+        assert journal.health.damage_event.is_set()
         with pytest.raises(JournalDamaged, match="put a copy of the file back"):
-            journal.require_undamaged()
+            journal.health.require_undamaged()
 
 
 @pytest.mark.parametrize("pages", [range(1, 2), range(2, 4), range(3, 6), range(6, 12), range(20, 30)])
@@ -405,7 +408,7 @@ async def test_zeroed_pages_give_clear_error(opened: Open, tmp_path: Path, pages
     sentence = ""
     try:
         async with opened() as journal:
-            sentence = journal.statistics().damage or ""
+            sentence = journal.health.statistics().damage or ""
     except JournalError as error:
         sentence = str(error)
     assert ("is damaged" in sentence) or ("cannot be opened" in sentence)
@@ -423,7 +426,7 @@ async def test_emptied_journal_is_not_recreated(opened: Open, tmp_path: Path) ->
     assert path.stat().st_size == 0
     path.unlink()
     async with opened() as journal:
-        assert journal.last_seq == 0
+        assert journal.commits.progress.last_seq == 0
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ async def test_submit_says_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyP
             return Found()
 
         monkeypatch.setattr(os, "statvfs", mounted)
-        state = journal.statistics()
+        state = journal.health.statistics()
         monkeypatch.undo()
     for check in (
         lambda: check_task(state, pending=0, more=1, limit=9),

@@ -17,6 +17,7 @@ import trio
 from journal_samples import make_spec, make_trajectory, make_turn
 from journal_writes import publish_end, submit_task
 
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
 
 KILLS = 10
@@ -29,13 +30,13 @@ async def write_for_ever(path: Path, life: int) -> None:
             name = f"{life}-{number}"
             submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
             for index in range(5):
-                journal.record_turn(make_turn(name, index, sampled=200))
-            after = journal.last_seq
+                journal.writer.record_turn(make_turn(name, index, sampled=200))
+            after = journal.commits.progress.last_seq
             if number % 3:
                 publish_end(journal, make_trajectory(name, task_id=name, turns=5, sampled=200))
-            await journal.flush()
+            await journal.writer.flush()
             await trio.lowlevel.checkpoint()
-            page = await journal.events(after)
+            page = await journal.reader.events(after)
             said = {
                 "session": name,
                 "published": bool(number % 3),
@@ -64,7 +65,7 @@ def killed_after(path: Path, life: int, lines: int) -> list[dict[str, object]]:
 async def events_of(journal: Journal) -> dict[int, str]:
     found: dict[int, str] = {}
     seen = 0
-    while (page := await journal.events(seen)).events:
+    while (page := await journal.reader.events(seen)).events:
         assert all(event.seq not in found for event in page.events)
         found |= {event.seq: event.key for event in page.events}
         seen = page.seen
@@ -88,12 +89,15 @@ async def test_flushed_rows_survive_sigkill(tmp_path: Path) -> None:
         assert sorted(kept) == list(range(1, len(kept) + 1)), "numbers have no holes"
         assert len(set(kept.values())) == len(kept), "no event is there twice"
         assert {seq: kept[seq] for seq in given} == given
-        unfinished = {left.identity.session_id: left.turns for left in await journal.unfinished_sessions()}
+        unfinished = {
+            left.identity.session_id: left.turns
+            for left in await journal.reader.query(queries.unfinished_sessions)
+        }
         for line in flushed:
             name = str(line["session"])
             expected = make_trajectory(name, task_id=name, turns=5, sampled=200)
             if line["published"]:
-                assert await journal.trajectory(name) == expected
+                assert await journal.reader.query(queries.trajectory, name) == expected
             else:
                 assert unfinished[name] == expected.turns
 

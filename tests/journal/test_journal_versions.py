@@ -33,6 +33,7 @@ from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import Message
 from polarnode.core.task import HarnessSpec, TaskSpec
 from polarnode.core.trajectory import ContinuedFrom, ForkedFrom, NewMessages, Outcome, Trajectory
+from polarnode.journal import entries, queries
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.schema import MIGRATIONS, SCHEMA_VERSION, connect_journal
@@ -114,17 +115,17 @@ def keys_before(version: int) -> list[tuple[int, str]]:
 
 
 async def events(journal: Journal) -> list[tuple[int, str]]:
-    return [(event.seq, event.key) for event in (await journal.events(0, filters=EVERY_KIND)).events]
+    return [(event.seq, event.key) for event in (await journal.reader.events(0, filters=EVERY_KIND)).events]
 
 
 async def recover(journal: Journal) -> list[str]:
     """Publish each unfinished session as interrupted, as the node does at its start."""
-    sessions = await journal.unfinished_sessions()
+    sessions = await journal.reader.query(queries.unfinished_sessions)
     for each in sessions:
         spec = each.spec or TaskSpec(instruction="", harness=HarnessSpec(name="pi"))
         outcome = Outcome(status="cancelled" if each.cancelled else "interrupted")
         publish_end(journal, assemble(each.identity, spec, each.turns, Result(outcome=outcome)))
-    await journal.flush()
+    await journal.writer.flush()
     return [each.identity.session_id for each in sessions]
 
 
@@ -146,7 +147,7 @@ async def test_migrated_tables_match_new_journal(opened: Open, tmp_path: Path, v
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_rows_of_old_version_are_read(opened: Open, version: int) -> None:
     async with opened(version) as journal:
-        task = await journal.task_of_key("first")
+        task = await journal.reader.query(queries.task_of_key, "first")
         assert task is not None
         expected = make_spec(num_samples=2, group_id="g", callback_url=URL if version >= 4 else None)
         assert (task.task_id, task.group_id, task.spec, task.submitted) == ("over", "g", expected, 1000.0)
@@ -155,10 +156,10 @@ async def test_rows_of_old_version_are_read(opened: Open, version: int) -> None:
             ("b", 1, None),
         ]
         for trajectory in finished(version):
-            assert await journal.trajectory(trajectory.session_id) == trajectory
+            assert await journal.reader.query(queries.trajectory, trajectory.session_id) == trajectory
         assert await events(journal) == keys_before(version)
-        assert await journal.position("trainer") == 2
-        weights = await journal.weights(10)
+        assert journal.consumers.position("trainer") == 2
+        weights = await journal.reader.query(entries.weight_rows, 10)
         assert [(row.version, row.body) for row in weights] == (
             [("v1", {"version": "v1"})] if version >= 4 else []
         )
@@ -168,7 +169,7 @@ async def test_rows_of_old_version_are_read(opened: Open, version: int) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_unfinished_sessions_are_recovered(opened: Open, version: int) -> None:
     async with opened(version) as journal:
-        first, second, *others = await journal.unfinished_sessions()
+        first, second, *others = await journal.reader.query(queries.unfinished_sessions)
         assert first.identity == make_identity("c", task_id="running", group_id="running")
         assert (first.spec, first.turns) == (make_spec(instruction="do that"), (make_turn("c"),))
         assert (second.identity.session_id, second.spec, second.turns) == (
@@ -184,8 +185,11 @@ async def test_unfinished_sessions_are_recovered(opened: Open, version: int) -> 
         before = keys_before(version)
         assert await events(journal) == [*before, *enumerate(after, len(before) + 1)]
     async with opened(version) as journal:
-        assert await journal.unfinished_sessions() == ()
-        assert await journal.acknowledge("trainer", len(before) + len(after)) == journal.last_seq
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
+        assert (
+            await journal.consumers.acknowledge("trainer", len(before) + len(after))
+            == journal.commits.progress.last_seq
+        )
 
 
 def closing(session_id: str) -> list[str]:
@@ -200,7 +204,7 @@ async def test_recovered_and_finished_sessions_are_exported(opened: Open, versio
     async with opened(version) as journal:
         recovered = await recover(journal)
         log = SqliteLog(journal)
-        response: Any = export(log, journal.run_in_thread, Query(), await log.last_cursor()).response
+        response: Any = export(log, journal.reader.run_in_thread, Query(), await log.last_cursor()).response
         lines = [orjson.loads(line) for line in [part async for part in response]]
         ends = {"d": "cancelled"}
         assert [(line["session_id"], line["outcome"]["status"]) for line in lines] == [

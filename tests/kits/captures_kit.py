@@ -74,8 +74,8 @@ class Desk:
         return dict(answer.json())
 
     async def events(self) -> "list[str]":
-        await self.journal.flush()
-        return [event.key for event in (await self.journal.events(0)).events]
+        await self.journal.writer.flush()
+        return [event.key for event in (await self.journal.reader.events(0)).events]
 
 
 @asynccontextmanager
@@ -113,7 +113,7 @@ async def open_capture_node(
         runtimes: Any = MemoryRuntimes()  # held to the same contract as the real ones
         drops_thinking = served.template.drops_thinking_before
         services = SessionServices(
-            journal=journal,
+            journal=journal.writer,
             stages=StageSlots(
                 live=PrioritySemaphore(limit=0),
                 init=PrioritySemaphore(limit=0),
@@ -141,7 +141,7 @@ async def open_capture_node(
                 ),
                 services=services,
                 session_factory=LiveSessionFactory(
-                    journal=journal, tally=tally, drops_thinking=drops_thinking
+                    journal=journal.writer, tally=tally, drops_thinking=drops_thinking
                 ),
                 sessions_by_key=sessions_by_key,
                 now=journal.now,

@@ -145,10 +145,10 @@ class Node:
     async def _publish(self, session_ids: Sequence[str], task_id: str, more: dict[str, Any]) -> None:
         for session_id in session_ids:
             publish(self.plane.journal, session_id, task_id=task_id, **more)
-        await self.plane.journal.flush()
+        await self.plane.journal.writer.flush()
 
     def position(self, consumer: str) -> int:
-        return int(self.here.do(self.plane.journal.position, consumer))
+        return self.plane.journal.consumers.position(consumer)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def open_node(path: Path, *, connections: int | None = None) -> Iterator[Node]:
 def publish(journal: Journal, session_id: str, *, task_id: str = TASK, **more: Any) -> None:
     trajectory = make_trajectory(session_id, task_id=task_id, **({"turns": 2} | more))
     for turn in trajectory.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     publish_end(journal, trajectory)
 
 
@@ -209,7 +209,7 @@ async def serve(path: Path, port: int, sessions: int, pause_s: float) -> None:
 async def _publish_all(journal: Journal, sessions: int, pause_s: float) -> None:
     for number in range(sessions):
         publish(journal, f"s{number}", sample_index=number)
-        await journal.flush()
+        await journal.writer.flush()
         await trio.sleep(pause_s)
 
 

@@ -98,7 +98,7 @@ class TaskTaker:
                 session_ids=tuple(one.session_id for one in known.sessions),
                 created=False,
             )
-        if self.journal.refuses_tasks:
+        if self.journal.health.statistics().refuses_tasks:
             raise DiskFull("the disk is full: make room")
         task_id = spec.task_id or f"task-{len(self.live)}"
         sessions = tuple(f"{task_id}-{index}" for index in range(spec.num_samples))

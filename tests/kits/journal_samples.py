@@ -99,8 +99,8 @@ def write_sessions(journal: Journal) -> None:
     """Two tasks, `a` and `b`, of one session each, which is over and has two turns."""
     for name in ("a", "b"):
         submit_task(journal, make_spec(), task_id=name, session_ids=(name,), idempotency_key=None)
-        journal.record_session(make_identity(name, task_id=name, group_id=name))
+        journal.writer.record_session(make_identity(name, task_id=name, group_id=name))
         whole = make_trajectory(name, task_id=name, group_id=name, turns=2)
         for turn in whole.turns:
-            journal.record_turn(turn)
+            journal.writer.record_turn(turn)
         publish_end(journal, whole)

@@ -20,36 +20,35 @@ def submit_task(
     idempotency_key: str | None = None,
 ) -> None:
     """An accepted task. Its sessions count as unfinished from now on."""
-    journal.write(
+    journal.writer.write(
         entries.task_entry(
             spec,
             task_id=task_id,
             session_ids=session_ids,
             idempotency_key=idempotency_key,
             now=journal.now(),
-            callback_kinds=journal.callback_kinds_for(spec),
         )
     )
 
 
 def publish_end(journal: Journal, trajectory: Trajectory) -> None:
     """A session is over. Its turns are in the journal, or stay out of it."""
-    journal.write(end_entry(_ended(journal, trajectory)))
+    journal.writer.write(end_entry(_ended(journal, trajectory)))
 
 
 def publish_attempt(journal: Journal, trajectory: Trajectory, successor: Identity) -> None:
     """A session lost its place to `successor`, which begins."""
     begin = entries.session_entry(successor).apply
-    journal.write(attempt_entry(_ended(journal, trajectory), successor.session_id, begin))
+    journal.writer.write(attempt_entry(_ended(journal, trajectory), successor.session_id, begin))
 
 
 def cancel_task(journal: Journal, task_id: str) -> None:
-    journal.write(entries.cancel_entry(task_id, now=journal.now()))
+    journal.writer.write(entries.cancel_entry(task_id, now=journal.now()))
 
 
 def serve_weights(journal: Journal, version: str) -> None:
     """A version of the weights, served from now on."""
-    journal.write(entries.weights_entry(version, {"version": version}, now=journal.now()))
+    journal.writer.write(entries.weights_entry(version, {"version": version}, now=journal.now()))
 
 
 def _ended(journal: Journal, trajectory: Trajectory) -> EndedSession:

@@ -48,7 +48,7 @@ async def main(folder: Path, port: int, token: str | None, long: int, actions: b
         write_tree(journal, tokenizer, "tree")
         if long:
             write_long(journal, tokenizer, "long", long)
-        await journal.flush()
+        await journal.writer.flush()
         logs = folder / "state" / "sessions"
         logs.mkdir(exist_ok=True)
         (logs / "parser-3.log").write_text(f"\x1b[1mstarting\x1b[0m\n 10%\r100%\nKeyError: 'x'\n{HOSTILE}\n")

@@ -251,7 +251,7 @@ def write_long(journal: Journal, tokenizer: LoadedTokenizer, task_id: str, token
 
 
 def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
-    journal.record_session(
+    journal.writer.record_session(
         Identity(
             session_id=whole.session_id,
             task_id=whole.task_id,
@@ -265,5 +265,5 @@ def publish(journal: Journal, made: SampleSession, whole: Trajectory) -> None:
         )
     )
     for turn in made.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     publish_end(journal, whole)

@@ -320,7 +320,8 @@ def make_evaluations(scheduler: Scheduler, journal: Journal, *, workers: int) ->
         containers=services.containers,
         judge=services.judge,
         copies=services.snapshots.copies,
-        journal=journal,
+        journal_health=journal.health,
+        now=journal.now,
         log=scheduler.log,
         incarnation=lambda: membership.incarnation,
         workers=workers,
@@ -336,13 +337,19 @@ async def life(
     """
     async with open_journal(path, now=time.time) as journal, town(path.parent, programs) as place:
         log, identity = SqliteLog(journal), NodeIdentity(node="n1", model="tiny")
-        parents = ForkNodes(log=log, journal=journal, node="n1", snapshots=path.parent)
-        async with scheduling(log, place, journal, identity=identity, parents=parents) as scheduler:
+        parents = ForkNodes(
+            log=log,
+            journal_writer=journal.writer,
+            journal_reader=journal.reader,
+            node="n1",
+            snapshots=path.parent,
+        )
+        async with scheduling(log, place, journal.writer, identity=identity, parents=parents) as scheduler:
             await scheduler.claims.membership.join(NodeFacts(name="n1"))
             yield journal, scheduler, place
             while scheduler.log.open_places > len(scheduler.registry.results.unwritten):  # noqa: ASYNC110
                 await trio.sleep(0.005)
-        await journal.flush()
+        await journal.writer.flush()
 
 
 @asynccontextmanager

@@ -102,7 +102,13 @@ async def open_weights_plane(
             loaded, _ = await last_weights(log, str(settings.model_path), model, copies, resume=True)
         engines = await stack.enter_async_context(open_engines(settings, loaded=loaded))
         opened = open_weights(
-            engines, journal, log, model=str(settings.model_path), name=model, copies=copies
+            engines,
+            journal.health,
+            log,
+            now=journal.now,
+            model=str(settings.model_path),
+            name=model,
+            copies=copies,
         )
         weights = await stack.enter_async_context(opened)
         control, node = EngineControl(weights=weights, keeps=keeps), TaskTaker(journal=journal)

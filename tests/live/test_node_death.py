@@ -19,6 +19,7 @@ from live_kit import Belongings, ServingNode, belongings, serving, until
 
 from polarnode.client import ClientError, Event, PolarnodeClient, Unreachable
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 from polarnode.support.concurrency import group_members
 
@@ -193,6 +194,6 @@ def an_orderly_stop(node: ServingNode, reader: Reader) -> None:
 async def published(state_dir: Path, sessions: list[str]) -> list[Trajectory]:
     """What the journal of a node that is over holds for whoever reads it next."""
     async with open_journal(state_dir / "journal.sqlite", now=time.time) as journal:
-        assert await journal.unfinished_sessions() == ()
-        found = [await journal.trajectory(session) for session in sessions]
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
+        found = [await journal.reader.query(queries.trajectory, session) for session in sessions]
     return [trajectory for trajectory in found if trajectory is not None]

@@ -18,6 +18,7 @@ from live_kit import AGENT, PATIENCE_S, POLL_S, free_port
 
 from polarnode.core import codec
 from polarnode.core.trajectory import Trace, Trajectory
+from polarnode.journal import queries
 from polarnode.node.config import TINY_MODEL, NodeConfig
 from polarnode.node.node import Node
 from polarnode.node.opening import open_node
@@ -95,7 +96,7 @@ async def speaking(node: Node) -> None:
 
 
 async def over(node: Node, session: str) -> Trajectory:
-    while (found := await node.journal.trajectory(session)) is None:  # noqa: ASYNC110 - nobody tells of it
+    while (found := await node.journal.reader.query(queries.trajectory, session)) is None:  # noqa: ASYNC110 - nobody tells of it
         await trio.sleep(POLL_S)
     return found
 

@@ -12,6 +12,7 @@ from journal_samples import make_spec
 
 from polarnode.core.errors import JournalDamaged
 from polarnode.core.task import CaptureEnd, CaptureSpec, EvaluationSpec
+from polarnode.journal import queries
 from polarnode.journal.entries import JournalEntry
 from polarnode.journal.schema import PAGE_BYTES
 from polarnode.node.config import NodeConfig
@@ -30,9 +31,9 @@ def config_at(folder: Path) -> NodeConfig:
 async def test_lost_entry_ends_running_sessions(tmp_path: Path) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
         opened = await node.captures.begin(CaptureSpec(task_id="before"))
-        node.journal.write(JournalEntry(1, corrupt))
+        node.journal.writer.write(JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged):
-            await node.journal.flush()
+            await node.journal.writer.flush()
         with trio.fail_after(30):
             found = await node.captures.trajectory(opened.session_id)
         assert found.outcome.status == "cancelled"
@@ -44,12 +45,12 @@ async def test_lost_entry_ends_running_sessions(tmp_path: Path) -> None:
         ):
             with pytest.raises(JournalDamaged, match="no new work is taken"):
                 await ask()
-        assert "no new work is taken" in (node.journal.statistics().warning or "")
+        assert "no new work is taken" in (node.journal.health.statistics().warning or "")
 
 
 async def test_lost_capture_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_hollow(config_at(tmp_path)) as (node, _):
-        monkeypatch.setattr("polarnode.journal.journal.session_entry", lambda *_: JournalEntry(1, corrupt))
+        monkeypatch.setattr("polarnode.journal.writer.session_entry", lambda *_: JournalEntry(1, corrupt))
         with pytest.raises(JournalDamaged):
             await node.captures.begin(CaptureSpec(task_id="t"))
 
@@ -69,12 +70,12 @@ async def test_damaged_start_reads_but_refuses(tmp_path: Path) -> None:
         file.seek((page - 1) * PAGE_BYTES)
         file.write(b"\x55" * PAGE_BYTES)
     async with open_hollow(config) as (node, _):
-        state = node.journal.statistics()
+        state = node.journal.health.statistics()
         assert "is damaged" in state.warning
         assert state.refuses_tasks
         assert not node.ready()
         with pytest.raises(JournalDamaged):
             await node.captures.begin(CaptureSpec(task_id="after"))
-        found = await node.journal.trajectory(ended[0].session_id)
+        found = await node.journal.reader.query(queries.trajectory, ended[0].session_id)
         assert found is not None
         assert found.reward == 1.0

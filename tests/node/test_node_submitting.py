@@ -16,7 +16,7 @@ from journal_writes import submit_task
 
 from polarnode.core.errors import Busy, Conflict, DiskFull, Refused
 from polarnode.core.task import RuntimeSpec
-from polarnode.journal import journal as journal_module
+from polarnode.journal import health, queries
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.sqlite import SqliteLog
 from polarnode.journal.values import TASK_DISK_FREE_BYTES
@@ -28,7 +28,7 @@ async def test_key_stands_for_one_task_id(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1000.0) as journal:
         spec = make_spec(task_id="first")
         submit_task(journal, spec, task_id="first", session_ids=("a",), idempotency_key="key")
-        await journal.flush()
+        await journal.writer.flush()
         node = Node.__new__(Node)
         node.log = SqliteLog(journal)
         for again in (spec, attrs.evolve(spec, task_id=None)):
@@ -63,7 +63,7 @@ async def test_only_new_tasks_need_image(tmp_path: Path) -> None:
         ) as caught:
             await node.submit(make_spec(task_id="lost", runtime=lost), idempotency_key=None)
         assert caught.value.path == "$.runtime.image"
-        assert await node.journal.task("lost") is None, "nothing of it was taken"
+        assert await node.journal.reader.query(queries.task, "lost") is None, "nothing of it was taken"
         taken = await node.submit(make_spec(task_id="t", runtime=there), idempotency_key=None)
         node.images = NoImages()
         again = await node.submit(make_spec(task_id="t", runtime=there), idempotency_key=None)
@@ -92,18 +92,18 @@ async def test_readiness_depends_on_journal(tmp_path: Path, monkeypatch: pytest.
             return found.status_code, found.json()
 
         assert await probed() == (200, {"ready": True})
-        monkeypatch.setattr(journal_module.os, "statvfs", lambda _: on_disk(free=1 << 40, flags=os.ST_RDONLY))
+        monkeypatch.setattr(health.os, "statvfs", lambda _: on_disk(free=1 << 40, flags=os.ST_RDONLY))
         status, body = await probed()
         assert (status, body["ready"]) == (503, False)
         assert "the journal's disk is read-only" in body["reason"]
         with pytest.raises(DiskFull):
             await node.submit(make_spec(task_id="t"), idempotency_key=None)
-        monkeypatch.setattr(journal_module.os, "statvfs", gone)
+        monkeypatch.setattr(health.os, "statvfs", gone)
         assert "the journal's disk does not answer" in (await probed())[1]["reason"]
         assert node.figures()  # they are looked at in the background
         monkeypatch.undo()
-        left = attrs.evolve(node.journal._progress, disk_free=TASK_DISK_FREE_BYTES - 1, free_bytes=0)
-        node.journal._progress = left
+        left = attrs.evolve(node.journal.commits.progress, disk_free=TASK_DISK_FREE_BYTES - 1, free_bytes=0)
+        node.journal.commits.progress = left
         assert (await probed())[1]["reason"].startswith("the journal's disk has 511 MiB left")
         with pytest.raises(Busy, match="511 MiB left"):
             await node.submit(make_spec(task_id="t"), idempotency_key=None)

@@ -44,7 +44,7 @@ async def _node(folder: Path, port: int, chance: random.Random) -> None:
     async with open_plane(folder / "journal.sqlite", port=port, retention=KEPT) as plane:
         while not (folder / "enough").exists():
             published = _publish(plane, chance)
-            await plane.journal.flush()
+            await plane.journal.writer.flush()
             note(folder / "published", *published)
             await trio.sleep(chance.uniform(0.0, 2 * PAUSE_S))
         await trio.sleep_forever()
@@ -65,7 +65,7 @@ def _publish(plane: Plane, chance: random.Random) -> list[str]:
             sampled=chance.choice((3, 30, 3000, 20000)),
         )
         for turn in trajectory.turns:
-            plane.journal.record_turn(turn)
+            plane.journal.writer.record_turn(turn)
         if chance.random() < 0.2:
             after = attrs.evolve(trajectory, session_id=f"{session_id}-again", attempt=1, turns=(), traces=())
             whose = make_identity(after.session_id, task_id=task_id, sample_index=index)

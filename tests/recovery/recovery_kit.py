@@ -28,6 +28,7 @@ from polarnode.containers.container import LABEL_SESSION
 from polarnode.containers.probe import default_state_dir, store_at
 from polarnode.core.conversation import TextPart
 from polarnode.core.trajectory import Built, Trajectory
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.values import EventFilters
 from polarnode.merge.invariants import check
@@ -299,14 +300,16 @@ def check_places(found: Account) -> None:
 
 async def _account(path: Path) -> Account:
     async with open_journal(path, now=time.time) as journal:
-        assert await journal.unfinished_sessions() == ()
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
         events = [event async for event in _events(journal)]
         sessions = [key.partition(":")[2] for _, key in events if key.startswith(("trajectory:", "attempt:"))]
         trajectories = {
-            one: found for one in sessions if (found := await journal.trajectory(one)) is not None
+            one: found
+            for one in sessions
+            if (found := await journal.reader.query(queries.trajectory, one)) is not None
         }
         tasks = {}
-        for task in await journal.tasks(limit=1000):
+        for task in await journal.reader.query(queries.tasks, limit=1000):
             assert task.finished
             assert len(task.sessions) == task.spec.num_samples
             tasks[task.task_id] = [trajectories[one.session_id] for one in task.sessions]
@@ -315,7 +318,7 @@ async def _account(path: Path) -> Account:
 
 async def _events(journal: Journal) -> "Any":
     seen = 0
-    while (page := await journal.events(seen, filters=EventFilters(kinds=EVERY))).events:  # type: ignore[arg-type]
+    while (page := await journal.reader.events(seen, filters=EventFilters(kinds=EVERY))).events:  # type: ignore[arg-type]
         for event in page.events:
             yield event.seq, event.key
         seen = page.seen

@@ -9,6 +9,7 @@ from attrs import evolve
 
 from polarnode.core import codec
 from polarnode.core.errors import Busy
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 from polarnode.journal.values import TASK_BACKLOG_BYTES, TASK_DISK_FREE_BYTES, JournalStatistics
 from polarnode.node.config import NodeConfig
@@ -28,8 +29,8 @@ async def roomy(tmp_path: Path) -> JournalStatistics:
         "most_bytes": 1000 << 20,
     }
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 1.0) as journal:
-        await journal.acknowledge("trainer", 0)
-        return evolve(journal.statistics(), **plenty)
+        await journal.consumers.acknowledge("trainer", 0)
+        return evolve(journal.health.statistics(), **plenty)
 
 
 async def test_quiet_node_has_room(roomy: JournalStatistics) -> None:
@@ -72,7 +73,7 @@ async def test_full_node_refuses_tasks(tmp_path: Path) -> None:
         async with open_node(settings, report=print) as node:
             with pytest.raises(Busy, match="3 more they would be over pending_limit"):
                 await node.submit(task, idempotency_key=None)
-            assert await node.journal.task("t") is None
+            assert await node.journal.reader.query(queries.task, "t") is None
             node.config = evolve(settings, pending_limit=3)
             assert (await node.submit(task, idempotency_key=None)).created
             node.cancel_all()

@@ -29,6 +29,7 @@ from polarnode.core.task import CaptureEnd, CaptureSpec
 from polarnode.core.trajectory import Built, Trajectory
 from polarnode.engine.engines import Engines, open_engines
 from polarnode.engine.residency import HOLD_S
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import LogUnavailable, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
@@ -52,7 +53,7 @@ async def desk(tmp_path: Path) -> Any:
 
 
 async def kept(desk: Desk, session_id: str) -> Trajectory:
-    found = await desk.journal.trajectory(session_id)
+    found = await desk.journal.reader.query(queries.trajectory, session_id)
     assert found is not None
     check(found.turns, Built(traces=found.traces, left_out=found.left_out))
     return found
@@ -147,7 +148,7 @@ async def test_group_ends_with_last_capture(desk: Desk) -> None:
         "group:t",
         "task:t",
     ]
-    record = await desk.journal.task("t")
+    record = await desk.journal.reader.query(queries.task, "t")
     assert record is not None
     assert [(place.sample_index, place.reward) for place in record.sessions] == [(0, 0.0), (1, 1.0)]
 
@@ -267,7 +268,7 @@ async def test_trains_every_agent_of_crew(tmp_path: Path) -> None:
             partial(told.chat, system="You are a title generator. You output ONLY a thread title.")
         )
         ended = await desk.end(opened["session_id"], reward=1)
-        found = await desk.journal.trajectory(opened["session_id"])
+        found = await desk.journal.reader.query(queries.trajectory, opened["session_id"])
     assert found is not None
     assert [turn.role for turn in found.turns] == ["main", "main", "main", "auxiliary"]
     title = len(found.turns[3].sampled)
@@ -337,7 +338,7 @@ async def test_each_end_is_delivered_once(tmp_path: Path, seed: int) -> None:
             complete = [turn for turn in found.turns if turn.state == "complete"]
             assert len(complete) >= said[opened["session_id"]], "an answer that was given is in no trajectory"
             assert [turn.index for turn in found.turns] == [
-                turn.index for turn in await desk.journal.turns(opened["session_id"])
+                turn.index for turn in await desk.journal.reader.query(queries.turns, opened["session_id"])
             ]
         assert (desk.captures.list(), desk.captures.sessions_by_key.statistics().live) == ((), 0)
 
@@ -587,7 +588,7 @@ async def test_unknown_builder_is_refused_early(desk: Desk) -> None:
     """A builder that does not exist is refused before anything runs."""
     answer = await desk.caller.post("/v1/capture", {"builder": {"name": "no_such"}})
     assert answer.status == 400
-    assert (await desk.captures.journal.flush(), desk.captures.list()) == (None, ())
+    assert (await desk.captures.journal.writer.flush(), desk.captures.list()) == (None, ())
 
 
 async def test_zero_capture_limit_refuses_captures(tmp_path: Path) -> None:
@@ -601,7 +602,7 @@ async def test_full_disk_delays_capture_end(desk: Desk, monkeypatch: pytest.Monk
     opened = await desk.open()
     monkeypatch.setattr(captures, "WRITTEN_S", 0.1)
     with monkeypatch.context() as patched:
-        patched.setattr(type(desk.journal), "flush", _never)
+        patched.setattr(type(desk.journal.writer), "flush", _never)
         full = await desk.caller.call(
             "DELETE", f"/v1/capture/{opened['session_id']}", json_body={"reward": 1}
         )
@@ -610,13 +611,13 @@ async def test_full_disk_delays_capture_end(desk: Desk, monkeypatch: pytest.Monk
     assert (await desk.end(opened["session_id"], reward=0))["reward"] == 1
 
 
-async def _never(journal: Any) -> None:
+async def _never(writer: Any) -> None:
     await trio.sleep_forever()
 
 
 async def test_full_disk_refuses_new_captures(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = await desk.captures.begin(CaptureSpec(task_id="t"))
-    monkeypatch.setattr(type(desk.journal), "refuses_tasks", property(lambda journal: True))
+    monkeypatch.setattr(type(desk.journal.health), "_warning", lambda health: "the disk is full")
     with pytest.raises(DiskFull):
         await desk.captures.begin(CaptureSpec())
     assert (await desk.end(opened.session_id))["outcome"]["status"] == "completed"
@@ -636,7 +637,7 @@ async def test_cancelling_task_ends_its_captures(desk: Desk) -> None:
     found = await desk.captures.trajectory(opened["session_id"])
     assert found is not None
     assert (found.outcome.status, len(found.turns)) == ("cancelled", 1)
-    record = await desk.journal.task("t")
+    record = await desk.journal.reader.query(queries.task, "t")
     assert record is not None
     assert [place.outcome and place.outcome.status for place in record.sessions] == ["cancelled"] * 3
     assert (await desk.events())[-2:] == ["group:t", "task:t"]
@@ -686,12 +687,15 @@ async def test_node_death_interrupts_open_capture(tmp_path: Path) -> None:
     async with open_capture_node(tmp_path, engine()) as desk:
         opened = await desk.open(**spec)
         await in_thread(Told(opened["env"]).chat)
-        await desk.journal.flush()
+        await desk.journal.writer.flush()
     async with open_journal(tmp_path / "journal.sqlite", now=lambda: 2.0) as journal, town(tmp_path) as here:
-        async with scheduling(SqliteLog(journal), here, journal) as scheduler:
+        async with scheduling(SqliteLog(journal), here, journal.writer) as scheduler:
             await recover(journal, scheduler, NodeFacts(name="n1"), lambda text: None)
             assert scheduler.statistics().live == 0, "the node can not run its harness again"
-        found, record = await journal.trajectory(opened["session_id"]), await journal.task("t")
+        found, record = (
+            await journal.reader.query(queries.trajectory, opened["session_id"]),
+            await journal.reader.query(queries.task, "t"),
+        )
     assert found is not None
     assert record is not None
     assert (found.outcome.status, found.outcome.boundary, found.metadata, len(found.turns)) == (

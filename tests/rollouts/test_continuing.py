@@ -17,6 +17,7 @@ from session_kit import life, order, submit, task, town
 from polarnode.core.errors import RuntimeFault
 from polarnode.core.task import ForkSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 from polarnode.merge.trajectory import Identity
 from polarnode.rollouts.forks import NoParents, find_continuation
@@ -38,7 +39,7 @@ async def attempts(folder: Path, spec: TaskSpec, keeper: Keeper) -> list[Traject
     found, after = list[Trajectory](), name
     async with open_journal(path, now=time.time) as journal:
         while after:
-            trajectory = await journal.trajectory(after)
+            trajectory = await journal.reader.query(queries.trajectory, after)
             assert trajectory is not None
             found.append(trajectory)
             after = trajectory.retried_as or ""

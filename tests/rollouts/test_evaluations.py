@@ -25,6 +25,7 @@ from polarnode.core.errors import Conflict, EvaluatorError, JournalDamaged, Refu
 from polarnode.core.status import EvaluationStatus
 from polarnode.core.task import EvaluationSpec, EvaluatorSpec, RuntimeSpec
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal import queries
 from polarnode.journal.entries import JournalEntry
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import LogUnavailable, NodeFacts
@@ -72,8 +73,8 @@ class Place:
         with trio.fail_after(60):
             while self.town.scheduler.log.open_places:  # noqa: ASYNC110 - real time, and short
                 await trio.sleep(0.005)
-        await self.journal.flush()
-        found = await self.journal.trajectory(session_id)
+        await self.journal.writer.flush()
+        found = await self.journal.reader.query(queries.trajectory, session_id)
         assert found is not None
         return found
 
@@ -89,12 +90,12 @@ class Place:
         return found
 
     async def rewards(self) -> list[dict[str, Any]]:
-        page = await self.journal.events(0, filters=EventFilters(kinds=("reward",)))
+        page = await self.journal.reader.events(0, filters=EventFilters(kinds=("reward",)))
         return [{"key": each.key, **orjson.loads(each.body)} for each in page.events]
 
     def published(self) -> list[Any]:
         """All that is on disk of the sessions' ends."""
-        with sqlite3.connect(self.journal.path) as db:
+        with sqlite3.connect(self.journal.reader.path) as db:
             found = db.execute("SELECT * FROM trajectories").fetchall()
             found += db.execute("SELECT * FROM sessions").fetchall()
             found += db.execute("SELECT * FROM events WHERE kind != 'reward'").fetchall()
@@ -109,7 +110,7 @@ async def place(tmp_path: Path, content: bytes = b"42") -> AsyncIterator[Place]:
         town(tmp_path / "sessions", writes(content)) as around,
     ):
         (tmp_path / "sessions").mkdir(exist_ok=True)
-        async with scheduling(SqliteLog(journal), around, journal) as scheduler:
+        async with scheduling(SqliteLog(journal), around, journal.writer) as scheduler:
             await scheduler.claims.membership.join(NodeFacts(name="n0"))
             around.scheduler = scheduler
             async with evaluating(around, journal) as evaluations:
@@ -185,7 +186,7 @@ async def test_missing_sessions_are_reported(tmp_path: Path) -> None:
         await submit(here.town.scheduler, task(evaluator=user("HANGS")))
         await here.town.until("post")
         (running,) = (each.session_id for each in here.town.scheduler.sessions() if each.outcome is None)
-        await here.journal.flush()
+        await here.journal.writer.flush()
         ids = (bare.session_id, "gone", running, kept.session_id, "a")
         found = await here.again(*ids, evaluator=user("READS"), key="k")
         states = {each.session_id: (each.state, each.error) for each in found.sessions}
@@ -236,7 +237,7 @@ async def test_interrupted_session_gets_no_reward(tmp_path: Path) -> None:
         _, (session_id,) = await submit(here.town.scheduler, task(evaluator=user("WHOLE")))
         await until(lambda: here.town.scheduler.cancel_session(session_id))
         await until(lambda: not here.town.scheduler.log.open_places)
-        await here.journal.flush()
+        await here.journal.writer.flush()
         (one,) = (await here.again(session_id)).sessions
         assert one.state == "failed"
         assert "the session ended as cancelled" in (one.error or "")
@@ -337,14 +338,14 @@ async def test_damaged_reward_ends_no_node(tmp_path: Path, monkeypatch: pytest.M
         raise error
 
     async def lost(self: SqliteLog, given: object) -> None:
-        await self.journal.commit(JournalEntry(1, corrupt))
+        await self.journal.writer.commit(JournalEntry(1, corrupt))
 
     async with place(tmp_path) as here:
         spec = EvaluationSpec(sessions=((await here.session(evaluator=user("WHOLE"))).session_id,))
         monkeypatch.setattr(SqliteLog, "write_reward", lost)
         await here.evaluations.accept(spec, idempotency_key=None)
         with trio.fail_after(60):
-            await here.journal.damage_event.wait()
+            await here.journal.health.damage_event.wait()
         await until(lambda: not here.evaluations.statistics()["sessions"])
         with pytest.raises(JournalDamaged):
             await here.evaluations.accept(spec, idempotency_key=None)

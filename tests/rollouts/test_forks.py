@@ -15,6 +15,7 @@ from session_kit import agent, claim_of, life, submit, task
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built, Damaged, ForkedFrom, Outcome, Trajectory
+from polarnode.journal import queries
 from polarnode.journal.forks import ForkParent
 from polarnode.journal.journal import open_journal
 from polarnode.journal.log.port import NodeFacts
@@ -34,7 +35,7 @@ async def parent_in(path: Path) -> Trajectory:
     async with life(path, programs()) as (_, scheduler, _):
         _, (name,) = await submit(scheduler, task())
     async with open_journal(path, now=time.time) as journal:
-        found = await journal.trajectory(name)
+        found = await journal.reader.query(queries.trajectory, name)
     assert found is not None
     assert len(found.turns) == 4
     return found
@@ -50,8 +51,8 @@ async def forked(
     async with life(path, programs(program)) as (journal, scheduler, _):
         _, names = await submit(scheduler, spec)
     async with open_journal(path, now=time.time) as journal:
-        found = [await journal.trajectory(name) for name in names]
-        records = [await journal.session(name) for name in names]
+        found = [await journal.reader.query(queries.trajectory, name) for name in names]
+        records = [await journal.reader.query(queries.session, name) for name in names]
     for each, record in zip(found, records, strict=True):
         assert each is not None
         assert record is not None
@@ -118,15 +119,15 @@ async def test_killed_node_keeps_partial_fork(tmp_path: Path) -> None:
         async with life(path, programs(agent(turns=3, each=0.01, endless=True))) as (journal, scheduler, _):
             _, (name,) = await submit(scheduler, spec)
             with trio.fail_after(30):
-                while len(await journal.turns(name)) < 3:  # noqa: ASYNC110 - it has no event
+                while len(await journal.reader.query(queries.turns, name)) < 3:  # noqa: ASYNC110 - it has no event
                     await trio.sleep(0.02)
             raise KeyError("as if it were killed")
     async with life(path, programs()) as (journal, scheduler, _):
         await recover(journal, scheduler, NodeFacts(name="n1"), lambda _: None)
     async with open_journal(path, now=time.time) as journal:
-        lost = await journal.trajectory(name)
+        lost = await journal.reader.query(queries.trajectory, name)
         assert lost is not None
-        again = await journal.trajectory(str(lost.retried_as))
+        again = await journal.reader.query(queries.trajectory, str(lost.retried_as))
     assert again is not None
     assert (lost.outcome.status, again.outcome.status) == ("interrupted", "completed")
     assert lost.forked_from == again.forked_from == requested_fork(spec)
@@ -153,9 +154,9 @@ async def test_retried_fork_may_inherit_everything(tmp_path: Path) -> None:
     async with life(path, programs(broken)) as (_, scheduler, _):
         _, (name,) = await submit(scheduler, spec)
     async with open_journal(path, now=time.time) as journal:
-        first = await journal.trajectory(name)
+        first = await journal.reader.query(queries.trajectory, name)
         assert first is not None
-        second = await journal.trajectory(str(first.retried_as))
+        second = await journal.reader.query(queries.trajectory, str(first.retried_as))
     assert second is not None
     assert first.forked_from is not None
     assert (first.forked_from.got, second.attempt, second.forked_from) == (1, 1, first.forked_from)
@@ -201,8 +202,8 @@ async def test_resumed_session_begins_with_parent_turns(tmp_path: Path) -> None:
         assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
         assert (live.counters.turns, live.counters.sampled_tokens) == (2, 0)
         assert live.tally.sampled_tokens.total() == 0
-        await journal.flush()
-        assert len(await journal.turns("s")) == 2
+        await journal.writer.flush()
+        assert len(await journal.reader.query(queries.turns, "s")) == 2
 
 
 async def test_retried_fork_starts_without_inheritance(tmp_path: Path) -> None:

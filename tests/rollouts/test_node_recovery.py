@@ -19,6 +19,7 @@ from session_kit import agent, scheduling, task, town
 
 from polarnode.core.task import Budgets, BuilderSpec, HarnessSpec, TaskSpec
 from polarnode.core.trajectory import Built
+from polarnode.journal import queries
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import LogUnavailable, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
@@ -35,7 +36,7 @@ def ran(
     journal: Journal, session_id: str, *, task_id: str = "t", turns: int = 0, cut: bool = False
 ) -> toys.Session:
     """A session that is under way in the journal, with this many turns and perhaps one that was cut."""
-    journal.record_session(make_identity(session_id, task_id=task_id))
+    journal.writer.record_session(make_identity(session_id, task_id=task_id))
     session, history = toys.Session(session_id), [toys.user()]
     for _ in range(turns):
         _, message = session.say(toys.ask(*history), "an answer")
@@ -43,7 +44,7 @@ def ran(
     if cut:
         session.say(toys.ask(*history), "half a", state="partial")
     for turn in session.turns:
-        journal.record_turn(turn)
+        journal.writer.record_turn(turn)
     return session
 
 
@@ -75,7 +76,7 @@ async def life(
     ):
         log, identity = SqliteLog(journal), NodeIdentity(node="n1", model="tiny-2")
         async with scheduling(
-            log, place, journal, identity=identity, allowed_imports=import_paths
+            log, place, journal.writer, identity=identity, allowed_imports=import_paths
         ) as scheduler:
             yield journal, scheduler
 
@@ -96,17 +97,17 @@ async def test_earlier_sessions_become_interrupted_trajectories(tmp_path: Path) 
         "2 sessions of an earlier run were interrupted; their turns are kept, and 0 of them are tried again"
     ]
     async with open_journal(path, now=time.time) as journal:
-        found = await journal.trajectory("with-turns")
+        found = await journal.reader.query(queries.trajectory, "with-turns")
         assert found is not None
         assert (found.outcome.status, found.outcome.boundary, found.reward) == ("interrupted", "node", None)
         assert found.outcome.reason == "the node ended while the session ran; 4 turns were captured"
         assert (found.turns, found.harness, found.metadata) == (session.turns, "pi", {"split": "train"})
         counts = check(found.turns, Built(traces=found.traces, left_out=found.left_out))
         assert counts.trainable == counts.sampled == sum(len(turn.sampled) for turn in session.turns) > 0
-        other = await journal.trajectory("without")
+        other = await journal.reader.query(queries.trajectory, "without")
         assert other is not None
         assert (other.outcome.status, other.turns, other.traces) == ("interrupted", (), ())
-        page = await journal.events(0)
+        page = await journal.reader.events(0)
         kinds = [event.kind for event in page.events]
         assert kinds == ["trajectory"] * 2 + [
             "group",
@@ -130,7 +131,7 @@ async def test_capture_without_task_is_built(tmp_path: Path) -> None:
         ran(journal, "capture", task_id="capture", turns=2)
     await recovered(path, [])
     async with open_journal(path, now=time.time) as journal:
-        found = await journal.trajectory("capture")
+        found = await journal.reader.query(queries.trajectory, "capture")
         assert found is not None
         assert (found.outcome.status, len(found.turns), len(found.traces)) == ("interrupted", 2, 1)
 
@@ -147,7 +148,10 @@ async def test_unknown_builder_keeps_turns(tmp_path: Path, allowed: bool) -> Non
         ran(journal, "capture", task_id="capture", turns=1)
     await recovered(path, said, import_paths=("session_kit",) if allowed else ())
     async with open_journal(path, now=time.time) as journal:
-        one, other = await journal.trajectory("one"), await journal.trajectory("capture")
+        one, other = (
+            await journal.reader.query(queries.trajectory, "one"),
+            await journal.reader.query(queries.trajectory, "capture"),
+        )
         assert one is not None
         assert other is not None
         assert (one.outcome.status, one.outcome.boundary, len(one.turns), one.traces) == (
@@ -169,14 +173,16 @@ async def killed(
     async with open_journal(path, now=time.time) as journal:
         submit_task(journal, spec, task_id="t", session_ids=sessions, idempotency_key="k")
         for index, session_id in enumerate(sessions):
-            journal.record_session(evolve(make_identity(session_id, sample_index=index), attempt=attempt))
+            journal.writer.record_session(
+                evolve(make_identity(session_id, sample_index=index), attempt=attempt)
+            )
             history = [toys.user()]
             session = toys.Session(session_id)
             for _ in range(2):
                 _, message = session.say(toys.ask(*history), "an answer")
                 history += [message, toys.user("more")]
             for turn in session.turns:
-                journal.record_turn(turn)
+                journal.writer.record_turn(turn)
         if cancelled:
             cancel_task(journal, "t")
 
@@ -193,7 +199,7 @@ async def test_interrupted_place_gets_fresh_session(tmp_path: Path) -> None:
             )
         ]
         assert {each.attempt for each in scheduler.sessions("t")} == {1}
-        lost = await journal.trajectory("a")
+        lost = await journal.reader.query(queries.trajectory, "a")
         assert lost is not None
         assert (lost.outcome.status, len(lost.turns), len(lost.traces), lost.attempt) == (
             "interrupted",
@@ -202,8 +208,8 @@ async def test_interrupted_place_gets_fresh_session(tmp_path: Path) -> None:
             0,
         )
         await scheduler.registry.stop(cancel=False)
-        await journal.flush()
-        found = await journal.task("t")
+        await journal.writer.flush()
+        found = await journal.reader.query(queries.task, "t")
         assert found is not None
         assert [
             (one.sample_index, one.attempt, one.outcome and one.outcome.status) for one in found.sessions
@@ -211,7 +217,7 @@ async def test_interrupted_place_gets_fresh_session(tmp_path: Path) -> None:
             (0, 1, "completed"),
             (1, 1, "completed"),
         ]
-        held = await journal.trajectory(found.sessions[0].session_id)
+        held = await journal.reader.query(queries.trajectory, found.sessions[0].session_id)
         assert held is not None
         assert (lost.retried_as, held.harness, held.node, held.model) == (
             held.session_id,
@@ -219,9 +225,9 @@ async def test_interrupted_place_gets_fresh_session(tmp_path: Path) -> None:
             "n1",
             "tiny-2",
         )
-        events = (await journal.events(0)).events
+        events = (await journal.reader.events(0)).events
         assert [event.kind for event in events] == ["trajectory", "trajectory", "group", "task"]
-        assert len((await journal.events(0, filters=EventFilters(kinds=("attempt",)))).events) == 2
+        assert len((await journal.reader.events(0, filters=EventFilters(kinds=("attempt",)))).events) == 2
 
 
 async def test_repeatedly_lost_place_ends_interrupted(tmp_path: Path) -> None:
@@ -230,7 +236,7 @@ async def test_repeatedly_lost_place_ends_interrupted(tmp_path: Path) -> None:
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         assert scheduler.sessions() == ()
-        found = await journal.trajectory("a")
+        found = await journal.reader.query(queries.trajectory, "a")
         assert found is not None
         assert (found.outcome.status, found.attempt, found.retried_as) == ("interrupted", 2, None)
 
@@ -251,12 +257,12 @@ async def test_recovery_waits_for_log(tmp_path: Path, monkeypatch: pytest.Monkey
         await recover(journal, scheduler, NODE, lambda _: None)
         assert not left
         await scheduler.registry.stop(cancel=False)
-        found = await journal.task("t")
+        found = await journal.reader.query(queries.task, "t")
         assert found is not None
         (kept,) = found.sessions
         assert (kept.attempt, kept.outcome and kept.outcome.status) == (1, "completed")
         kinds = ("attempt", "trajectory")
-        events = (await journal.events(0, filters=EventFilters(kinds=kinds))).events
+        events = (await journal.reader.events(0, filters=EventFilters(kinds=kinds))).events
         assert [event.kind for event in events] == list(kinds)
 
 
@@ -266,7 +272,7 @@ async def test_cancelled_place_stays_over(tmp_path: Path) -> None:
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         assert scheduler.sessions() == ()
-        found = await journal.trajectory("a")
+        found = await journal.reader.query(queries.trajectory, "a")
         assert found is not None
         assert (found.outcome.status, found.outcome.reason, len(found.traces)) == (
             "cancelled",
@@ -285,7 +291,7 @@ async def test_unrunnable_place_ends_with_reason(tmp_path: Path) -> None:
     )
     async with life(path, import_paths=()) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
-        found = await journal.trajectory("a")
+        found = await journal.reader.query(queries.trajectory, "a")
         assert found is not None
         assert found.outcome.status == "interrupted"
         assert "2 turns were captured; it cannot be tried again here: " in (found.outcome.reason or "")
@@ -299,14 +305,14 @@ async def test_recovery_resumes_after_kill(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     await killed(path, "a", "b", spec=task(num_samples=2, budgets={"retries": 2}))
     async with open_journal(path, now=time.time) as journal:
-        first, _ = await journal.unfinished_sessions()
+        first, _ = await journal.reader.query(queries.unfinished_sessions)
         lost = evolve(first.identity, session_id="a2", attempt=1)
         publish_attempt(journal, evolve(make_trajectory("a", turns=2), retried_as="a2"), lost)
     async with life(path) as (journal, scheduler):
         await recover(journal, scheduler, NODE, lambda _: None)
         await scheduler.registry.stop(cancel=False)
-        await journal.flush()
-        found = await journal.task("t")
+        await journal.writer.flush()
+        found = await journal.reader.query(queries.task, "t")
         assert found is not None
         assert [
             (one.sample_index, one.attempt, one.outcome and one.outcome.status) for one in found.sessions
@@ -314,7 +320,7 @@ async def test_recovery_resumes_after_kill(tmp_path: Path) -> None:
             (0, 2, "completed"),
             (1, 1, "completed"),
         ]
-        assert await journal.unfinished_sessions() == ()
+        assert await journal.reader.query(queries.unfinished_sessions) == ()
 
 
 async def test_unstarted_place_is_run(tmp_path: Path) -> None:
@@ -328,6 +334,6 @@ async def test_unstarted_place_is_run(tmp_path: Path) -> None:
             await trio.sleep(0.01)
     assert said == []
     async with open_journal(path, now=time.time) as journal:
-        found = await journal.trajectory("waiting")
+        found = await journal.reader.query(queries.trajectory, "waiting")
         assert found is not None
         assert (found.outcome.status, found.attempt) == ("completed", 0)

@@ -17,6 +17,7 @@ from tls_kit import CertificateAuthority
 
 from polarnode.http import asgi, places
 from polarnode.http.server import Certificate
+from polarnode.journal import queries
 
 CHAT: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -68,7 +69,7 @@ async def test_tls_and_loopback_give_same_trajectory(tmp_path: Path) -> None:
             told = Told({**opened["env"], "SSL_CERT_FILE": str(authority.pem)})
             assert [await in_thread(told.chat), await in_thread(told.messages)] == ["Bread.", "Loaf."]
             await desk.end(opened["session_id"], reward=1)
-            kept = await desk.journal.trajectory(opened["session_id"])
+            kept = await desk.journal.reader.query(queries.trajectory, opened["session_id"])
             assert kept is not None
             rows = [
                 (trace.token_ids.tolist(), list(trace.loss_mask), trace.logprobs.tolist(), trace.reward)

@@ -37,9 +37,9 @@ class Here:
     def end(self, held: Claim) -> Trajectory:
         """The end of a session of two turns, which its node's journal has."""
         whole = make_trajectory(held.session_id, task_id=held.task_id, turns=2)
-        self.journal.record_session(make_identity(held.session_id, task_id=held.task_id))
+        self.journal.writer.record_session(make_identity(held.session_id, task_id=held.task_id))
         for turn in whole.turns:
-            self.journal.record_turn(turn)
+            self.journal.writer.record_turn(turn)
         self.results.hold(held)
         self.results.publish(whole)
         return whole
@@ -59,7 +59,7 @@ async def node(folder: Path, log: Log) -> AsyncIterator[Here]:
             membership=LogMembership(log),
             now=lambda: NOW,
             on_filled=on_filled,
-            held=ResultStore(journal, lambda: NOW),
+            held=ResultStore(journal.writer, journal.reader, lambda: NOW),
         )
         yield Here(journal, results, filled)
 
@@ -74,7 +74,7 @@ async def test_results_wait_for_log(tmp_path: Path) -> None:
             await trio.to_thread.run_sync(cluster.crash)
             async with open_background(here.results.run):
                 whole = here.end(held)
-                await here.journal.flush()
+                await here.journal.writer.flush()
                 assert (here.results.waiting, here.filled) == (1, [])
                 await trio.to_thread.run_sync(cluster.start)
                 with trio.fail_after(60):
@@ -94,7 +94,7 @@ async def test_waiting_results_fill_no_memory(tmp_path: Path) -> None:
 
     async def settled(here: Here, away: Away) -> None:
         """Everything is on disk, and the log was asked twice as often as there are results."""
-        await here.journal.flush()
+        await here.journal.writer.flush()
         with trio.fail_after(60):
             await until(lambda: away.asked >= 2 * count)
         gc.collect()
@@ -151,7 +151,7 @@ async def test_lost_results_are_sent_to_primary(tmp_path: Path) -> None:
             first.end(held)
             with trio.fail_after(60):
                 await first.results.delivered()
-            await first.journal.flush()
+            await first.journal.writer.flush()
         async with (
             open_postgres(cluster.database()) as promoted,
             node(tmp_path, promoted) as second,
@@ -254,7 +254,7 @@ async def test_stop_is_bounded_without_log(tmp_path: Path, autojump_clock: trio.
         here.results.publish(make_trajectory("a", task_id="t"))
         await here.results.leave()
         assert here.results.waiting == 1
-        (found,) = await ResultStore(here.journal, lambda: NOW).read_all()
+        (found,) = await ResultStore(here.journal.writer, here.journal.reader, lambda: NOW).read_all()
         assert found.answered is None
 
 
@@ -284,5 +284,5 @@ async def test_stop_shortens_retries(tmp_path: Path, autojump_clock: trio.testin
             await trio.sleep(10 * STOP_WAIT_S)
             assert len(nursery.child_tasks) == 1
             here.results.shorten_waits()
-        (found,) = await ResultStore(here.journal, lambda: NOW).read_all()
+        (found,) = await ResultStore(here.journal.writer, here.journal.reader, lambda: NOW).read_all()
         assert (found.claim, found.answered) == (None, None), "the next start tells it"

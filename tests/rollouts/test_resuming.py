@@ -19,6 +19,7 @@ from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.snapshots import FrozenImage
 from polarnode.core.task import ForkSpec, HarnessSpec, RuntimeSpec, SnapshotSpec, TaskSpec
 from polarnode.core.trajectory import ForkedFrom, Trajectory
+from polarnode.journal import queries
 from polarnode.journal.journal import open_journal
 from polarnode.rollouts.forks import check_fork, find_frozen, find_snapshot
 from polarnode.rollouts.snapshots import archive_path, beside, read_snapshot
@@ -32,7 +33,7 @@ async def run(folder: Path, spec: TaskSpec, keeper: Keeper | None = None) -> Tra
 
 async def read(folder: Path, name: str) -> Trajectory:
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        found = await journal.trajectory(name)
+        found = await journal.reader.query(queries.trajectory, name)
     assert found is not None
     return found
 

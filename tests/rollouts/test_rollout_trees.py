@@ -20,7 +20,9 @@ from session_kit import agent, life, submit, task
 from polarnode.core.errors import Refused, RuntimeFault
 from polarnode.core.task import ForkPolicy, ForkSpec, GroupSpec, SnapshotSpec, TaskSpec
 from polarnode.groups import Group, forests_of, read_group, rows_of, tree_rows_of
+from polarnode.journal import queries
 from polarnode.journal.finished_groups import finished_groups
+from polarnode.journal.forks import forks
 from polarnode.journal.journal import Journal, open_journal
 from polarnode.journal.log.port import NodeFacts
 from polarnode.journal.values import EventFilters
@@ -59,10 +61,12 @@ async def grown(folder: Path, spec: TaskSpec, program: ProgramFunction = FOUR) -
 async def group_in(folder: Path) -> Group:
     """The group of the task, with its sessions, from the one event that says that it is over."""
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        page = await journal.events(0, filters=EventFilters(kinds=frozenset({"group"})))
+        page = await journal.reader.events(0, filters=EventFilters(kinds=frozenset({"group"})))
         [event] = page.events
         group = read_group(orjson.loads(event.body))
-        found = [await journal.trajectory(member.session_id) for member in group.members]
+        found = [
+            await journal.reader.query(queries.trajectory, member.session_id) for member in group.members
+        ]
     return group.holding(each for each in found if each is not None)
 
 
@@ -95,15 +99,18 @@ async def test_forks_are_listed_and_marked(tmp_path: Path) -> None:
         _, (later,) = await submit(scheduler, task(task_id="later", fork=fork))
     async with open_journal(path, now=time.time) as journal:
         names = [each.session_id for each in group.trajectories]
-        assert [each.session_id for each in await journal.forks(names[0], 10)] == [*names[2:4], later]
-        assert [each.session_id for each in await journal.forks(names[0], 1)] == [names[2]]
-        assert await journal.forks(later, 10) == ()
-        record = await journal.session(last.session_id)
+        assert [each.session_id for each in await journal.reader.query(forks, names[0], 10)] == [
+            *names[2:4],
+            later,
+        ]
+        assert [each.session_id for each in await journal.reader.query(forks, names[0], 1)] == [names[2]]
+        assert await journal.reader.query(forks, later, 10) == ()
+        record = await journal.reader.query(queries.session, last.session_id)
         assert record is not None
         assert record.forked_from == last.forked_from
         shown = {
             each["task_id"]: each["sessions"]
-            for each in await journal.query(finished_groups, 9, None, None, None)
+            for each in await journal.reader.query(finished_groups, 9, None, None, None)
         }
         marks = [each["forked_from"] and each["forked_from"]["turn"] for each in shown["t"]]
         assert (marks, shown["later"][0]["forked_from"]["turn"]) == ([None, None, 1, 3, 1, 3], 2)
@@ -164,7 +171,7 @@ async def test_cancelled_tree_begins_no_fork(tmp_path: Path) -> None:
 
 async def begun(journal: Journal, over: Sequence[str], running: Sequence[str]) -> bool:
     """Whether the sessions `over` have all turns, and one that is `running` has some."""
-    turns = {name: len(await journal.turns(name)) for name in (*over, *running)}
+    turns = {name: len(await journal.reader.query(queries.turns, name)) for name in (*over, *running)}
     return all(turns[name] == 4 for name in over) and any(turns[name] for name in running)
 
 

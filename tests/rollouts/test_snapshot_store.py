@@ -42,9 +42,9 @@ class Here:
 
     def take(self, session_id: str, turn: int, content: bytes = b"files") -> None:
         """A session with so many turns, and a snapshot before its turn `turn`."""
-        self.journal.record_session(make_identity(session_id))
+        self.journal.writer.record_session(make_identity(session_id))
         for each in make_trajectory(session_id, turns=turn + 1).turns:
-            self.journal.record_turn(each)
+            self.journal.writer.record_turn(each)
         archive = archive_path(self.folder, session_id, turn)
         archive.write_bytes(content)
         write(snapshot(session_id, turn), beside(archive))
@@ -75,7 +75,9 @@ def snapshot(session_id: str, turn: int) -> Snapshot:
 async def node(folder: Path, shared: Path) -> AsyncIterator[Here]:
     await trio.Path(folder).mkdir()
     async with open_journal(folder / "journal.sqlite", now=time.time) as journal:
-        store = open_snapshot_store(str(shared), folder=folder, journal=journal)
+        store = open_snapshot_store(
+            str(shared), folder=folder, journal_writer=journal.writer, journal_reader=journal.reader
+        )
         async with open_background(store.run):
             yield Here(folder, journal, store)
 
@@ -141,7 +143,12 @@ async def test_storage_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptu
 async def test_unknown_storage_is_refused(tmp_path: Path) -> None:
     async with open_journal(tmp_path / "journal.sqlite", now=time.time) as journal:
         with pytest.raises(ConfigError, match="snapshots: nosuch://there cannot be reached"):
-            open_snapshot_store("nosuch://there", folder=tmp_path, journal=journal)
+            open_snapshot_store(
+                "nosuch://there",
+                folder=tmp_path,
+                journal_writer=journal.writer,
+                journal_reader=journal.reader,
+            )
 
 
 # ── a node that is lost ───────────────────────────────────────────────────────
@@ -152,9 +159,14 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
     """A node of a shared log, over containers in memory, until it is cancelled."""
     async with node(folder, shared) as here, town(folder, programs(keeper)) as place:
         parents = ForkNodes(
-            log=log, journal=here.journal, node=folder.name, snapshots=folder, copies=here.store
+            log=log,
+            journal_writer=here.journal.writer,
+            journal_reader=here.journal.reader,
+            node=folder.name,
+            snapshots=folder,
+            copies=here.store,
         )
-        records = SharedSessionRecords(here.journal, log)
+        records = SharedSessionRecords(here.journal.writer, log)
         async with (
             open_background(records.run),
             scheduling(
@@ -164,7 +176,7 @@ async def life(log: Log, folder: Path, shared: Path, keeper: Keeper) -> AsyncIte
                 identity=NodeIdentity(node=folder.name, model="tiny"),
                 parents=parents,
                 copies=here.store,
-                held=ResultStore(here.journal, time.time),
+                held=ResultStore(here.journal.writer, here.journal.reader, time.time),
             ) as scheduler,
         ):
             await scheduler.claims.membership.join(NodeFacts(name=folder.name))

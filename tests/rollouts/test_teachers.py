@@ -22,6 +22,7 @@ from polarnode.core.task import BuilderSpec, CarrySpec
 from polarnode.core.trajectory import Trajectory, Turn, VersionSpan
 from polarnode.engine.routing import EngineStatistics
 from polarnode.engine.scoring import REQUESTS, ROWS, ScoringEngines
+from polarnode.journal import queries
 from polarnode.journal.values import UnfinishedSession
 from polarnode.merge.builders import build
 from polarnode.merge.token_extras import masked_logprobs, row_to_score
@@ -73,7 +74,7 @@ async def captured(desk: Desk, calls: int = 2, **spec: Any) -> Trajectory:
     for _ in range(calls):
         await in_thread(Told(opened["env"]).chat)
     await desk.end(opened["session_id"], reward=0.5)
-    found = await desk.journal.trajectory(opened["session_id"])
+    found = await desk.journal.reader.query(queries.trajectory, opened["session_id"])
     assert found is not None
     return found
 
@@ -148,7 +149,7 @@ async def test_stopping_node_leaves_teacher(tmp_path: Path) -> None:
             nursery.start_soon(lambda: desk.end(opened["session_id"], reward=0.5))
             await until(lambda: bool(slow.orders))
             desk.captures.registry.cancel_all()
-        found = await desk.journal.trajectory(opened["session_id"])
+        found = await desk.journal.reader.query(queries.trajectory, opened["session_id"])
     assert found is not None
     assert (found.reward, slow.left) == (0.5, 1)
     assert "its node was stopped" in found.traces[0].missing_extras[0]

@@ -20,15 +20,16 @@ from trainers_kit import one_row, session_of_two_rows, session_without_rows
 from polarnode.api import exports, openapi_shapes
 from polarnode.api.exports import ParquetFile
 from polarnode.core.trajectory import Trajectory
+from polarnode.journal import queries
 from polarnode.trainers import FORMATS, project, trl
 
 
 async def keep(plane: Plane, *trajectories: Trajectory) -> Caller:
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            plane.journal.record_turn(evolve(turn, session_id=trajectory.session_id))
+            plane.journal.writer.record_turn(evolve(turn, session_id=trajectory.session_id))
         publish_end(plane.journal, trajectory)
-    await plane.journal.flush()
+    await plane.journal.writer.flush()
     return Caller(url=plane.url)
 
 
@@ -50,7 +51,7 @@ def read(value: Any) -> Any:
 async def test_every_format_of_a_trajectory(tmp_path: Path) -> None:
     async with open_plane(tmp_path / "journal.sqlite") as plane:
         caller = await keep(plane, one_row())
-        kept = await plane.journal.trajectory("s0")
+        kept = await plane.journal.reader.query(queries.trajectory, "s0")
         assert kept is not None
         for name in FORMATS:
             said = (await caller.get("/v1/trajectories/s0", format=name)).json()

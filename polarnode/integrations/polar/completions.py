@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class RunInThread(Protocol):
-    """`Journal.read`: runs a long call off the event loop."""
+    """`JournalReader.run_in_thread`: runs a long call off the event loop."""
 
     def __call__(self, call: Callable[[], T]) -> Awaitable[T]: ...
 

@@ -14,7 +14,7 @@ import trio
 from attrs import frozen
 from quart import Response, request
 
-from polarnode.api.service import NodeService, NotFound, json_response
+from polarnode.api.service import NodeService, NotFound, json_response, turns_of
 from polarnode.core.codec.json import dump_json
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Conflict, Refused
@@ -189,12 +189,11 @@ class SessionRoutes:
     async def completions(self, session_id: str) -> Response:
         """All model calls of a session that are on disk, one after another."""
         session, task = await self._task_of(session_id)
-        own = self.service.journal if session.outcome is None else self.service.log
-        turns = await own.turns(session.session_id)
+        turns = await turns_of(self.service, session)
         head: dict[str, Json] = {"session_id": session_id, "node_id": self.service.node_id}
         requested = task.spec.harness.model_name
         pieces = completion_pieces(
-            self.service.journal.run_in_thread,
+            self.service.journal.reader.run_in_thread,
             head,
             turns,
             model=self.service.model_name,

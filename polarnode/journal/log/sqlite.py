@@ -26,7 +26,7 @@ from polarnode.core.task import CAPTURE_HARNESS, EvaluationSpec, ForkSpec, TaskS
 from polarnode.core.trajectory import Trajectory, Turn
 from polarnode.core.weights import PauseMode
 from polarnode.groups.group import SessionFacts, make_member
-from polarnode.journal import entries, pending_callbacks, queries, retention
+from polarnode.journal import entries, forks, pending_callbacks, queries, retention
 from polarnode.journal.entries import (
     ROW_BYTES,
     JournalEntry,
@@ -111,7 +111,7 @@ class SqliteLog:
 
     @property
     def _news(self) -> NewsCounter:
-        return self.journal.news
+        return self.journal.commits.news
 
     shared: ClassVar[bool] = False
     lost: ClassVar[bool] = False  # no other node watches, and a second process on this journal does not start
@@ -130,7 +130,7 @@ class SqliteLog:
 
     async def unavailable_reason(self) -> str | None:
         await trio.lowlevel.checkpoint()
-        return self.journal.damage
+        return self.journal.health.damage
 
     # ── tasks and places ──────────────────────────────────────────────────────
 
@@ -149,7 +149,7 @@ class SqliteLog:
         # An id that the caller did not choose is new. Open tasks are known without a look at the disk.
         named = idempotency_key is not None or spec.task_id is not None
         while named or self._place_table.has_task(task_id, idempotency_key):
-            known = await self.journal.query(_known_task, task_id, idempotency_key)
+            known = await self.journal.reader.query(_known_task, task_id, idempotency_key)
             if known is not None:
                 of_key = idempotency_key is not None and known.idempotency_key == idempotency_key
                 if of_key or dump_json(task_json(known.spec)) == dump_json(task_json(spec)):
@@ -157,7 +157,7 @@ class SqliteLog:
                 raise Conflict(f"task {task_id} exists with another spec: choose another task_id")
             if not self._place_table.has_task(task_id, idempotency_key):
                 break
-            await self.journal.flush()  # another call was first, and its task is being written
+            await self.journal.writer.flush()  # another call was first, and its task is being written
         self._place_table.submit(
             spec,
             task_id=task_id,
@@ -174,7 +174,7 @@ class SqliteLog:
             callback_kinds=callback_kinds,
         )
         self._announce_places()
-        await self.journal.commit(entry)
+        await self.journal.writer.commit(entry)
         return TaskRecord(
             task_id=task_id,
             group_id=spec.group_id or task_id,
@@ -204,7 +204,7 @@ class SqliteLog:
         return self._place_table.claims() if self._is_alive(incarnation) else ()
 
     async def record_session(self, identity: Identity) -> None:
-        await self.journal.commit(entries.session_entry(identity))
+        await self.journal.writer.commit(entries.session_entry(identity))
 
     async def finish_claim(self, claim: Claim, ended: EndedSession) -> FinishAnswer:
         answer = self._place_table.finish_claim(
@@ -213,14 +213,14 @@ class SqliteLog:
         if answer in FILLED_ANSWERS:
             self._announce_places()
             with self._note_pending_callbacks(claim):
-                await self.journal.commit(end_entry(ended))
+                await self.journal.writer.commit(end_entry(ended))
             return answer
         if answer is None:  # the place is over, or was never here
-            await self.journal.flush()
-            session = await self.journal.session(ended.identity.session_id)
+            await self.journal.writer.flush()
+            session = await self.session(ended.identity.session_id)
             if session is not None and session.outcome is not None:
                 return "already" if session.retried_as is None else "another"
-            return "unknown" if await self.journal.task(claim.task_id) is None else "another"
+            return "unknown" if await self.task(claim.task_id) is None else "another"
         await trio.lowlevel.checkpoint()
         return answer
 
@@ -245,15 +245,15 @@ class SqliteLog:
         else:
             entry = attempt_entry(ended, fresh, begin)
         self._announce_places()
-        await self.journal.commit(entry)
+        await self.journal.writer.commit(entry)
         return kept
 
     async def publish_session(self, ended: EndedSession, incarnation: int) -> FinishAnswer:
-        await self.journal.flush()
-        session = await self.journal.session(ended.identity.session_id)
+        await self.journal.writer.flush()
+        session = await self.session(ended.identity.session_id)
         if session is not None and session.outcome is not None:
             return "already"
-        await self.journal.commit(end_entry(ended))
+        await self.journal.writer.commit(end_entry(ended))
         self._ends_written += 1
         self.callbacks_pending = True  # its task may have a callback
         self._news.announce()
@@ -263,7 +263,7 @@ class SqliteLog:
         found = self._place_table.cancel(task_id)
         if found:
             self._announce_places()
-            await self.journal.commit(entries.cancel_entry(task_id, now=at))
+            await self.journal.writer.commit(entries.cancel_entry(task_id, now=at))
         return found
 
     async def sessions_to_stop(self, incarnation: int) -> Mapping[str, EndingCause]:
@@ -277,8 +277,8 @@ class SqliteLog:
 
     async def join(self, facts: NodeFacts) -> JoinedNode:
         if self._place_table.incarnation == 0:
-            await self.journal.flush()
-            for task in await self.journal.query(_unfinished_tasks):
+            await self.journal.writer.flush()
+            for task in await self.journal.reader.query(_unfinished_tasks):
                 self._place_table.add_unfinished(**task)
         self._place_table.incarnation += 1
         self._facts, self._sign_count = facts, 0
@@ -336,11 +336,11 @@ class SqliteLog:
 
     async def _known_restores(self) -> list[int]:
         if self._restores is None:
-            self._restores = await self.journal.query(_read_restores)
+            self._restores = await self.journal.reader.query(_read_restores)
         return self._restores
 
     async def mark_restored(self) -> str:
-        await self.journal.commit(JournalEntry(ROW_BYTES, _mark_restored))
+        await self.journal.writer.commit(JournalEntry(ROW_BYTES, _mark_restored))
         self._restores = None
         return await self.log_name()
 
@@ -355,7 +355,7 @@ class SqliteLog:
         restores = await self._known_restores()
         position, gap = after.position, None
         while True:
-            page = await self.journal.events(position, filters=filters, encoder=encoder, limit=limit)
+            page = await self.journal.reader.events(position, filters=filters, encoder=encoder, limit=limit)
             gap = _find_gap(self.journal.id, restores, after, last=page.last_seq, pruned=page.first_seq - 1)
             if gap is None or gap.position == position:
                 return LogPage(log=_log_names(self.journal.id, restores)[-1], page=page, gap=gap)
@@ -363,7 +363,7 @@ class SqliteLog:
 
     @property
     def log_status(self) -> LogStatus:
-        found = self.journal.progress
+        found = self.journal.commits.progress
         return LogStatus(
             log=_log_names(self.journal.id, self._restores or [])[-1],
             position=found.last_seq,
@@ -375,44 +375,45 @@ class SqliteLog:
         )
 
     async def last_cursor(self) -> Cursor:
-        return Cursor(position=self.journal.last_seq, log=await self.log_name())
+        return Cursor(position=self.journal.commits.progress.last_seq, log=await self.log_name())
 
     async def consumer_cursor(self, consumer: str) -> Cursor:
-        return Cursor(position=await self.journal.position(consumer), log=await self.log_name())
+        await trio.lowlevel.checkpoint()
+        return Cursor(position=self.journal.consumers.position(consumer), log=await self.log_name())
 
     async def ensure_consumer(self, consumer: str, begin: Cursor, *, now: float) -> Cursor:
-        if consumer in self.journal.progress.consumers:
+        if consumer in self.journal.commits.progress.consumers:
             return await self.consumer_cursor(consumer)
         return await self.acknowledge(consumer, begin, now=now)
 
     async def acknowledge(self, consumer: str, cursor: Cursor, *, now: float) -> Cursor:
         wanted, name = cursor.position, await self.log_name()
         if cursor.log not in ("", name):
-            restores, found = await self._known_restores(), self.journal.progress
+            restores, found = await self._known_restores(), self.journal.commits.progress
             gap = _find_gap(
                 self.journal.id, restores, cursor, last=found.last_seq, pruned=found.first_seq - 1
             )
             wanted = wanted if gap is None else min(wanted, gap.position)
-        position = await self.journal.acknowledge(consumer, wanted, now=now)
+        position = await self.journal.consumers.acknowledge(consumer, wanted, now=now)
         return Cursor(position=position, log=name)
 
     def track_stream(self, consumer: str, change: int) -> None:
-        self.journal.track_stream(consumer, change)
+        self.journal.consumers.track_stream(consumer, change)
 
     async def forget_consumer(self, consumer: str) -> bool:
-        return await self.journal.forget_consumer(consumer)
+        return await self.journal.consumers.forget(consumer)
 
     async def consumers(self) -> tuple[Consumer, ...]:
-        await self.journal.flush()
-        return self.journal.consumers()
+        await self.journal.writer.flush()
+        return self.journal.consumers.describe()
 
     async def prune(self, retention: RetentionLimits, *, now: float, limit: int = 256) -> int:
-        before = self.journal.first_seq
+        before = self.journal.commits.progress.first_seq
         apply = partial(
-            _prune_events, kept=retention, now=now, limit=limit, present=self.journal.connected_consumers
+            _prune_events, kept=retention, now=now, limit=limit, present=self.journal.consumers.connected
         )
-        await self.journal.commit(JournalEntry(ROW_BYTES, apply))
-        return self.journal.first_seq - before
+        await self.journal.writer.commit(JournalEntry(ROW_BYTES, apply))
+        return self.journal.commits.progress.first_seq - before
 
     @property
     def news(self) -> int:
@@ -423,7 +424,7 @@ class SqliteLog:
 
     @property
     def event_news(self) -> int:
-        return self.journal.last_seq
+        return self.journal.commits.progress.last_seq
 
     # ── weights ───────────────────────────────────────────────────────────────
 
@@ -435,7 +436,7 @@ class SqliteLog:
             self._shared_versions.add(version)
         self._adapter_by_version[version] = adapter_of(body)
         self._announce_weights()
-        await self.journal.commit(entries.weights_entry(version, value, now=at))
+        await self.journal.writer.commit(entries.weights_entry(version, value, now=at))
 
     async def add_weight_holder(self, version: str, incarnation: int, *, model: str = "") -> None:
         self._held_versions.add(version)
@@ -443,7 +444,7 @@ class SqliteLog:
 
     async def make_current(self, version: str, *, model: str = "", holders: int = 1) -> bool:
         if version not in self._adapter_by_version:  # it may be of an earlier run
-            row = await self.journal.weights_of(version)
+            row = await self.journal.reader.query(entries.weight_row, version)
             if row is None:
                 return False
             self._adapter_by_version[version] = row.adapter
@@ -458,7 +459,7 @@ class SqliteLog:
         if is_deleted(body) and self._current.get(adapter_of(body)) == version:
             del self._current[adapter_of(body)]
         self._announce_weights()
-        await self.journal.commit(entries.weights_changed_entry(version, value))
+        await self.journal.writer.commit(entries.weights_changed_entry(version, value))
 
     async def report_serving(self, incarnation: int, versions: Mapping[str, str]) -> None:
         self._serving = dict(versions)
@@ -489,13 +490,14 @@ class SqliteLog:
         return await self.nodes() if stale else ()
 
     async def weights_of(self, version: str, *, model: str = "") -> LogWeights | None:
-        row = await self.journal.weights_of(version)
+        row = await self.journal.reader.query(entries.weight_row, version)
         return None if row is None else self._log_weights(row)
 
     async def weights(
         self, *, model: str = "", adapters: bool = False, latest: bool = False, limit: int | None = None
     ) -> tuple[LogWeights, ...]:
-        rows = await (self.journal.adapters() if adapters else self.journal.weights(1 if latest else limit))
+        most = None if adapters else 1 if latest else limit
+        rows = await self.journal.reader.query(entries.weight_rows, most, adapters=adapters)
         if latest:  # the version that a node alone recorded last is the current one
             newest: dict[str, WeightsRow] = {}
             for row in rows:
@@ -531,7 +533,7 @@ class SqliteLog:
     ) -> tuple[LeasedCallback, ...]:
         now, before = trio.current_time(), self._ends_written
         leased = [seq for seq, (until, _) in self._leases.items() if until > now]
-        rows = await self.journal.query(
+        rows = await self.journal.reader.query(
             pending_callbacks.oldest_pending, limit, limit if each is None else each, rooms, leased
         )
         found: list[LeasedCallback] = []
@@ -564,7 +566,7 @@ class SqliteLog:
         # The lease has no end, so that nobody else leases the event while its row is still there.
         self._leases[callback.position] = (math.inf, callback.lease)
         apply = partial(pending_callbacks.delete_callback, seq=callback.position)
-        await self.journal.commit(JournalEntry(ROW_BYTES, apply))
+        await self.journal.writer.commit(JournalEntry(ROW_BYTES, apply))
         self._leases.pop(callback.position, None)
         return True
 
@@ -574,55 +576,57 @@ class SqliteLog:
             self._leases[callback.position] = (trio.current_time() + after_s, callback.lease)
 
     async def count_callbacks(self) -> CallbackCounts:
-        return await self.journal.query(pending_callbacks.count_callbacks)
+        return await self.journal.reader.query(pending_callbacks.count_callbacks)
 
     # ── what the API asks ─────────────────────────────────────────────────────
 
     async def task(self, task_id: str) -> TaskRecord | None:
-        return await self.journal.task(task_id)
+        return await self.journal.reader.query(queries.task, task_id)
 
     async def task_of_key(self, idempotency_key: str) -> TaskRecord | None:
-        return await self.journal.task_of_key(idempotency_key)
+        return await self.journal.reader.query(queries.task_of_key, idempotency_key)
 
     async def latest_run(self, name: str) -> TaskRecord | None:
-        return await self.journal.latest_run(name)
+        return await self.journal.reader.query(entries.latest_run, name)
 
     async def tasks(self, *, limit: int = 100, before: str | None = None) -> tuple[TaskRecord, ...]:
-        return await self.journal.tasks(limit=limit, before=before)
+        return await self.journal.reader.query(queries.tasks, limit, before)
 
     async def session(self, session_id: str) -> SessionRecord | None:
-        return await self.journal.session(session_id)
+        return await self.journal.reader.query(queries.session, session_id)
 
     async def trajectory(self, session_id: str) -> Trajectory | None:
-        return await self.journal.trajectory(session_id)
+        return await self.journal.reader.query(queries.trajectory, session_id)
 
     async def turns(self, session_id: str) -> tuple[Turn, ...]:
-        return await self.journal.turns(session_id)
+        return await self.journal.reader.query(queries.turns, session_id)
 
     async def forks(self, session_id: str, limit: int) -> tuple[SessionRecord, ...]:
-        return await self.journal.forks(session_id, limit)
+        return await self.journal.reader.query(forks.forks, session_id, limit)
 
     async def fork_parent(self, fork: ForkSpec) -> ForkParent | None:
-        return await self.journal.fork_parent(fork)
+        await self.journal.writer.flush()  # the parent may be live, or have just ended
+        return await self.journal.reader.query(forks.fork_parent, fork.session, fork.turn)
 
     async def earlier_attempts(self, place: Identity) -> tuple[EarlierAttempt, ...]:
-        return await self.journal.earlier_attempts(place)
+        await self.journal.writer.flush()  # the session that was lost may have just ended
+        return await self.journal.reader.query(forks.earlier_attempts, place)
 
     async def finished_places(self, task_id: str) -> tuple[SessionFacts, ...]:
-        return await self.journal.finished_places(task_id)
+        return await self.journal.reader.query(queries.finished_places, task_id)
 
     async def finished_groups(
         self, limit: int, *, until: float | None = None, state: str | None = None, task_id: str | None = None
     ) -> tuple[Mapping[str, Json], ...]:
-        return tuple(await self.journal.query(finished_groups, limit, until, state, task_id))
+        return tuple(await self.journal.reader.query(finished_groups, limit, until, state, task_id))
 
     # ── evaluations ───────────────────────────────────────────────────────────
 
     async def placed_sessions(self, task_id: str | None, group_id: str | None) -> tuple[str, ...]:
-        return await self.journal.query(entries.placed_sessions, task_id, group_id)
+        return await self.journal.reader.query(entries.placed_sessions, task_id, group_id)
 
     async def session_ends(self, session_ids: Sequence[str]) -> Mapping[str, bool]:
-        return await self.journal.query(entries.session_ends, session_ids)
+        return await self.journal.reader.query(entries.session_ends, session_ids)
 
     async def submit_evaluation(
         self,
@@ -638,7 +642,7 @@ class SqliteLog:
             known = await self.evaluation(None, idempotency_key)
             if known is not None:
                 return known
-        await self.journal.commit(
+        await self.journal.writer.commit(
             entries.evaluation_entry(
                 spec, sessions, evaluation_id=evaluation_id, idempotency_key=idempotency_key, now=now
             )
@@ -649,21 +653,21 @@ class SqliteLog:
 
     async def write_reward(self, given: RewardEvent) -> bool:
         key = (given.evaluation_id, given.session_id)
-        before = await self.journal.query(_reward_number, *key)
-        await self.journal.commit(entries.reward_entry(given))
+        before = await self.journal.reader.query(_reward_number, *key)
+        await self.journal.writer.commit(entries.reward_entry(given))
         self._news.announce()
-        return before is None and await self.journal.query(_reward_number, *key) is not None
+        return before is None and await self.journal.reader.query(_reward_number, *key) is not None
 
     async def refuse_evaluation(self, evaluation_id: str, session_id: str, why: str) -> None:
-        await self.journal.commit(entries.refusal_entry(evaluation_id, session_id, why))
+        await self.journal.writer.commit(entries.refusal_entry(evaluation_id, session_id, why))
 
     async def evaluation(
         self, evaluation_id: str | None, idempotency_key: str | None = None
     ) -> EvaluationStatus | None:
-        return await self.journal.query(entries.evaluation, evaluation_id, idempotency_key)
+        return await self.journal.reader.query(entries.evaluation, evaluation_id, idempotency_key)
 
     async def pending_evaluations(self, incarnation: int) -> tuple[EvaluationStatus, ...]:
-        return await self.journal.query(entries.pending_evaluations)
+        return await self.journal.reader.query(entries.pending_evaluations)
 
 
 # ── entries and reads ─────────────────────────────────────────────────────────

@@ -12,11 +12,12 @@ from log_kit import NOW, claim, end, join, open_sqlite, submit
 
 from polarnode.core.cursors import Cursor
 from polarnode.core.task import GroupSpec
-from polarnode.journal.journal import Journal, open_journal
+from polarnode.journal.journal import open_journal
 from polarnode.journal.log.place_table import PlaceTable
 from polarnode.journal.log.port import FILLED_ANSWERS, ClaimOffer, NodeFacts
 from polarnode.journal.log.sqlite import SqliteLog
-from polarnode.journal.writer import JournalWriter
+from polarnode.journal.reader import JournalReader
+from polarnode.journal.writer import WriterThread
 
 
 async def test_restart_inherits_running_sessions(tmp_path: Path) -> None:
@@ -116,8 +117,8 @@ async def test_session_costs_few_transactions(tmp_path: Path, monkeypatch: pytes
 
     async with open_sqlite(tmp_path / "journal.sqlite") as log:
         node = await join(log)
-        count(Journal, "query")
-        count(JournalWriter, "_commit")
+        count(JournalReader, "query")
+        count(WriterThread, "_commit")
         await submit(log, "t", key="k")
         assert counts == {"query": 1, "_commit": 1}, "whether the task is known, and its row"
         counts.clear()
@@ -125,8 +126,8 @@ async def test_session_costs_few_transactions(tmp_path: Path, monkeypatch: pytes
         assert counts == {"_commit": 1}, "it cannot be known"
         counts.clear()
         for number in range(9):
-            log.journal.record_session(make_identity(f"s{number}"))
-        await log.journal.flush()
+            log.journal.writer.record_session(make_identity(f"s{number}"))
+        await log.journal.writer.flush()
         assert counts["_commit"] <= 2, "they wait for each other"
         counts.clear()
         news, event_news = log.news, log.event_news
