@@ -35,7 +35,6 @@ from plane_agents import TURNS, Agent, Head, Played, Text
 from plane_apis import APIS
 from plane_direct import open_direct, play_direct
 
-GATEWAY = Path(__file__).with_name("plane_gateway.py")
 HERE = Path(__file__).parents[1]
 AT_ONCE = {
     "tokens_per_s": 0,
@@ -75,7 +74,7 @@ async def open_gateway(
     code: Path = HERE,
 ) -> AsyncIterator[Gateway]:
     """With the files of a certificate, `captures`, its doors are a captures' endpoint for other machines.
-    `code` is the checkout whose node it is.
+    `code` is the checkout whose node it is; its own `plane_gateway.py` builds the node.
     """
     node, beside = cores()
     settings = {
@@ -89,7 +88,7 @@ async def open_gateway(
     os.sched_setaffinity(0, [beside])
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(GATEWAY),
+        str(code / "benchmarks" / "plane_gateway.py"),
         json.dumps(settings),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -29,7 +29,8 @@ from polarnode.engine.protocol import FamilyMarks, Simulation
 from polarnode.engine.settings import EngineSettings, SimulatedEngine, engine_arguments
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionBudget
+from polarnode.http.connections import DirectApp
 from polarnode.http.server import MAX_CAPTURE_CONNECTIONS, Address, Certificate, open_server
 from polarnode.journal.journal import open_journal
 from polarnode.journal.writer import JournalWriter
@@ -196,7 +197,8 @@ def sessions(count: int, figures: Figures) -> LiveSessions:
     lives = LiveSessions()
     for number in range(count):
         lineages = Lineages(session_id=f"s{number}", secret=b"s" * 32)
-        lives.add(LiveSession(f"s{number}", f"key-{number}", lineages, Sampling(), Budgets(), figures.record))
+        budget = SessionBudget(Budgets())
+        lives.add(LiveSession(f"s{number}", f"key-{number}", lineages, Sampling(), budget, figures.record))
     return lives
 
 
@@ -217,7 +219,9 @@ async def doors(plane: ModelPlane, count: int, captures: dict[str, str] | None) 
     """The ports of so many servers of one plane; with a certificate, as captures' endpoints."""
     async with AsyncExitStack() as stack:
         certificate = None if captures is None else Certificate(**captures)
-        app = plane.app_for(None) if captures is None else CaptureEndpoint(plane, public=True)
+        app = plane.app_for(None)
+        if captures is not None:
+            app = DirectApp(CaptureEndpoint(plane, public=True).serve)
         where = Address(host="127.0.0.1", port=0)
         opened = [
             open_server(app, where, connections=MAX_CAPTURE_CONNECTIONS, certificate=certificate)

@@ -11,29 +11,24 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hmac import compare_digest
-from sys import getsizeof
 from typing import Final, Literal
 
 import trio
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, field, frozen
 
 from polarnode.core.conversation import Conversation, Json, Message, ModelRequest, Sampling
 from polarnode.core.errors import Busy, ForkError
-from polarnode.core.ports import GenerateOrder
 from polarnode.core.repeats import equal_turns
 from polarnode.core.task import Budgets, CarrySpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import MAX_FREE_REPEATS, CutCall, UndeliveredResponse
-from polarnode.gateway.inherited import InheritedAnswers
-from polarnode.gateway.known_histories import KnownHistories
-from polarnode.gateway.machine import SESSION_OVER_FAULT
-from polarnode.gateway.resumed_session import ResumedSession
+from polarnode.gateway.earlier_requests import EarlierRequests
+from polarnode.gateway.exchange import MAX_FREE_REPEATS, SESSION_OVER_FAULT, CutCall, UndeliveredResponse
+from polarnode.gateway.fork_inheritance import ForkInheritance
 from polarnode.merge.attach import RESUMED, Plan
 from polarnode.merge.fingerprint import Path
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import SessionExtras
 from polarnode.providers.contract import Fault
-from polarnode.providers.read_parts import PartsCache
 from polarnode.support.bounded import remember
 from polarnode.support.metrics import NodeCounters
 
@@ -98,7 +93,7 @@ class Retries:
     @contextmanager
     def attempt(self, name: str) -> Iterator[Attempt]:
         """Mark a call as in progress until its response is sent. What it has not delivered by then is kept
-        for the next attempt; beyond UNDELIVERED the oldest is dropped.
+        for the next attempt; beyond MAX_UNDELIVERED the oldest is dropped.
         """
         ended, twins = trio.Event(), self._in_progress.setdefault(name, [])
         attempt = Attempt(tuple(twins), self._undelivered, name)
@@ -123,20 +118,11 @@ async def wait_ended(earlier: tuple[trio.Event, ...]) -> None:
             await ended.wait()
 
 
-# ── sessions ─────────────────────────────────────────────────────────
+# ── calls in progress ─────────────────────────────────────────────────────────
 
 # The seconds that calls have to record what they sampled. They do so at once, unless the event loop itself is
 # blocked.
 CLOSING_S: Final = 5.0
-# The number of answers that a session may refer to by name, more than the longest session observed (1,000
-# turns). Each is kept as a difference.
-REMEMBERED: Final = 2_000
-# The limit on their size: the text of eight conversations of 1M tokens, or two requests with three images of
-# 5 MB each.
-MAX_REMEMBERED_BYTES: Final = 32 << 20
-# The limit on a session's samples in progress, waiting ones included: twice the connections of its endpoint,
-# so that calls of one sample are never refused. A waiting sample costs some 20 KB beside its prompt.
-SAMPLES: Final = 512
 # The limit on the prompt tokens of a session's calls in progress: 32 prompts of 128k tokens, more than the
 # ten agents observed at once. A token takes 4 bytes as an id and about as many again as text.
 MAX_PROMPT_TOKENS: Final = 4 << 20
@@ -144,10 +130,88 @@ MAX_PROMPT_TOKENS: Final = 4 << 20
 MAX_PROMPT_CONTEXTS: Final = 16
 # The seconds after which a refused call may find room: the shortest time that `Retry-After` can name.
 BUSY_S: Final = 1
-# The number of keys of ended sessions that are still answered with 410, at about 200 bytes each. A harness
-# that outlives its session calls again within minutes.
-MAX_ENDED_KEYS: Final = 10_000
 
+
+@define(eq=False)
+class _CallShare:
+    """What one call in progress takes of its session. `prompt_tokens` is 0 until its prompt is rendered."""
+
+    samples: int
+    charged: bool
+    prompt_tokens: int = 0
+
+
+@define(eq=False)
+class CallsInProgress:
+    """A session's calls in progress. Each runs in a scope that is cancelled when the session closes."""
+
+    closed: bool = field(default=False, init=False)
+    _shares: dict[trio.CancelScope, _CallShare] = field(factory=dict, init=False)
+    _call_ended: trio.Event = field(factory=trio.Event, init=False)
+
+    @property
+    def count(self) -> int:
+        """The number of calls."""
+        return len(self._shares)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples that the calls asked for."""
+        return sum(share.samples for share in self._shares.values())
+
+    @property
+    def charged_samples(self) -> int:
+        """The number of those samples that will count against the budget of turns."""
+        return sum(share.samples for share in self._shares.values() if share.charged)
+
+    @contextmanager
+    def enter(self, scope: trio.CancelScope, *, samples: int = 1, charged: bool = True) -> Iterator[None]:
+        """Run one call of `samples` samples in `scope`. It is `charged` unless it repeats a request whose
+        client did not get an answer.
+        """
+        self._shares[scope] = _CallShare(samples, charged)
+        if self.closed:
+            scope.cancel()
+        try:
+            with scope:
+                yield
+        finally:
+            self._shares.pop(scope, None)
+            self._call_ended.set()
+            self._call_ended = trio.Event()
+
+    def reserve_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
+        """Count the prompt of a call until the call ends. Raises Busy if the prompts together would take more
+        than their share of memory; a single prompt is always accepted.
+        """
+        held = sum(share.prompt_tokens for share in self._shares.values())
+        most = max(MAX_PROMPT_TOKENS, MAX_PROMPT_CONTEXTS * context_length)
+        if held and held + tokens > most:
+            raise Busy(
+                f"the prompts of this session's calls in progress have {held} of {most} tokens: send it"
+                " again",
+                retry_after=BUSY_S,
+            )
+        self._shares[scope].prompt_tokens = tokens
+
+    async def close(self) -> int:
+        """Let new calls end at once, and end those in progress; each records what it has sampled. Idempotent.
+        Returns after CLOSING_S at most, with the number of calls that did not end.
+        """
+        self.closed = True
+        for scope in self._shares:
+            scope.cancel()
+        with trio.move_on_after(CLOSING_S, shield=True):
+            while self._shares:
+                await self._call_ended.wait()
+        return len(self._shares)
+
+
+# ── budgets ─────────────────────────────────────────────────────────
+
+# The limit on a session's samples in progress, waiting ones included: twice the connections of its endpoint,
+# so that calls of one sample are never refused. A waiting sample costs some 20 KB beside its prompt.
+SAMPLES: Final = 512
 
 _TOO_MANY_SAMPLES: Final = Fault(
     kind="overloaded",
@@ -180,49 +244,117 @@ class SessionCounters:
     last_turn: float | None = None  # when the last turn was recorded, on its owner's clock
     refusals: Counter[str] = field(factory=Counter)  # by the kind of fault
 
+    def count_turn(self, turn: Turn, *, charged: bool, inherited: bool) -> None:
+        """Count a turn, however it ended. `charged`: it counts against the budget of turns, unless the engine
+        failed it.
+        """
+        failed = turn.state == "failed" and not turn.refused
+        self.turns += 1
+        self.charged += charged and not failed
+        self.failed += failed
+        self.partial += turn.state == "partial"
+        self.resumed += turn.reason == RESUMED
+        if inherited:
+            self.inherited_tokens += len(turn.sampled)
+        else:
+            self.sampled_tokens += len(turn.sampled)
 
-@define(eq=False)
-class SessionMemory:
-    """What a session's dialects keep for later requests: the last REMEMBERED values, with
-    MAX_REMEMBERED_BYTES together at most. The last two are kept whatever their size: an answer, and the index
-    in which the next request looks for it.
-    """
-
-    _kept: dict[str, Json] = field(factory=dict, init=False)
-    _sizes: dict[str, int] = field(factory=dict, init=False)
-    _bytes: int = field(default=0, init=False)
-
-    def recall(self, name: str) -> Json | None:
-        """The value kept under a name. None if it was never kept or has been dropped."""
-        return self._kept.get(name)
-
-    def keep(self, name: str, value: Json) -> None:
-        """Keep a value. Beyond REMEMBERED and MAX_REMEMBERED_BYTES the oldest are dropped."""
-        self._drop(name)
-        self._kept[name], self._sizes[name] = value, _size(value)
-        self._bytes += self._sizes[name]
-        while len(self._kept) > REMEMBERED or (self._bytes > MAX_REMEMBERED_BYTES and len(self._kept) > 2):
-            self._drop(next(iter(self._kept)))
-
-    def _drop(self, name: str) -> None:
-        self._kept.pop(name, None)
-        self._bytes -= self._sizes.pop(name, 0)
-
-
-def _size(value: Json) -> int:
-    """The bytes of memory that a value's texts take, which are nearly all of it. The recursion is bounded,
-    because dialects build these values, three levels deep.
-    """
-    match value:
-        case dict():
-            return sum(map(_size, value.values()))
-        case list():
-            return sum(map(_size, value))
-        case _:
-            return getsizeof(value)
+    def metrics(self) -> dict[str, Json]:
+        """The counters as a trajectory has them among its metrics."""
+        refusals: dict[str, Json] = dict(self.refusals)
+        return {
+            "turns": self.turns,
+            "failed_turns": self.failed,
+            "partial_turns": self.partial,
+            "resumed_turns": self.resumed,
+            "replayed": self.replayed,
+            "prewarmed": self.prewarmed,
+            "sampled_tokens": self.sampled_tokens,
+            "waited_s": round(self.waited_s, 3),
+            "refusals": refusals,
+        }
 
 
 SpentClock = Literal["turns", "tokens", "repeats"]  # the budgets because of which a call is refused
+
+
+@define(eq=False)
+class SessionBudget:
+    """What a session may use, and what it has used, its calls in progress included.
+
+    `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
+    is spent; `spent_clock` then names that budget. It is also called when a session whose harness was resumed
+    is refused.
+    """
+
+    limits: Budgets
+    calls: CallsInProgress = field(factory=CallsInProgress, kw_only=True)
+    counters: SessionCounters = field(factory=SessionCounters, kw_only=True)
+    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's counters, over all sessions
+    on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
+    spent_clock: SpentClock | None = field(default=None, init=False)
+
+    @property
+    def token_room(self) -> int | None:
+        """The tokens that may still be sampled; None without a budget. Calls in progress do not count until
+        they are recorded. What a fork inherited counts, because the fork continues the parent's state.
+        """
+        most, used = self.limits.max_tokens, self.counters
+        return None if most is None else max(0, most - used.sampled_tokens - used.inherited_tokens)
+
+    def refusal(self, messages: Sequence[Message], *, samples: int, charged: bool) -> Fault | None:
+        """Why a new call about `messages` is refused: a budget has no room for its samples, or too many
+        samples are in progress. None when it is accepted. A call that is not `charged` needs no room in the
+        budget of turns.
+        """
+        clock: SpentClock | None = (
+            self._spent_for(messages, samples) if charged else "tokens" if self.token_room == 0 else None
+        )
+        if clock is None:
+            return None if self.calls.samples + samples <= SAMPLES else _TOO_MANY_SAMPLES
+        limit = {
+            "turns": f"{self.limits.max_turns} turns",
+            "tokens": f"{self.limits.max_tokens} tokens",
+            "repeats": f"{self.limits.max_repeats} equal turns in a row",
+        }[clock]
+        return Fault(
+            kind="budget_spent",
+            message=f"this session has spent its budget of {limit}: stop, and end with what there is",
+        )
+
+    def count_refusal(self, fault: Fault, messages: Sequence[Message] = (), *, samples: int = 1) -> None:
+        """Count a refused call about `messages`."""
+        self.counters.refusals[fault.kind] += 1
+        self.tally.refused(fault)
+        if fault.kind == "budget_spent" and self.spent_clock is None:
+            self.spent_clock = self._spent_for(messages, samples)
+            self.on_spent()
+
+    def count_wait(self, seconds: float) -> None:
+        """Count the time until the engine took a sample."""
+        self.counters.waited_s += seconds
+        self.tally.waited(seconds)
+
+    def _spent_for(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
+        """The budget that has no room for `samples` more samples about `messages`; None if all have."""
+        limits, charged = self.limits, self.counters.charged
+        if limits.max_turns is not None and (
+            charged + self.calls.charged_samples + samples > limits.max_turns
+        ):
+            return "turns"
+        if self.token_room == 0:
+            return "tokens"
+        # When one conversation loops, the whole run ends, not only the sub-agent that looped. Turns that came
+        # with the first request are not this session's.
+        most = limits.max_repeats
+        if most is None or charged < most:
+            return None
+        if self.spent_clock == "repeats" or equal_turns(messages, most) >= most:
+            return "repeats"
+        return None
+
+
+# ── sessions ─────────────────────────────────────────────────────────
 
 
 @define(eq=False)
@@ -230,287 +362,114 @@ class LiveSession:
     """One session as the model plane sees it. `key` is unguessable and supplied by the caller; `record`
     writes a turn to the journal synchronously.
 
-    `on_spent` is called once, when the first call is refused because the budget of turns, tokens or repeats
-    is spent; `spent_clock` then names that budget. It is also called when a session whose harness was resumed
-    is refused (`resumed`). `on_held` is awaited for each call once its prompt is rendered, before the engine
-    is asked; the harness waits meanwhile. It raises nothing of its own.
+    `before_generation` is awaited for each call once its prompt is rendered, before the engine is asked; the
+    harness waits meanwhile. It raises nothing of its own.
     """
 
     session_id: str
     key: str = field(repr=False)
     lineages: Lineages
     sampling: Sampling
-    budgets: Budgets
+    budget: SessionBudget
     record: Callable[[Turn], None]
-    on_spent: Callable[[], None] = field(default=lambda: None, kw_only=True)
-    on_held: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(default=None, kw_only=True)
+    before_generation: Callable[[Plan, ModelRequest], Awaitable[None]] | None = field(
+        default=None, kw_only=True
+    )
     # the name of the adapter that samples; empty for the base model
     adapter: str = field(default="", kw_only=True)
     # Whether the client is told that a cut answer ended with its calls, because its harness runs no call of a
     # cut answer.
     calls_first: bool = field(default=False, kw_only=True)
-    # set for a session whose harness is resumed
-    resumed: ResumedSession | None = field(default=None, kw_only=True)
-    # The key that a harness holds in its memory where the harness is a copy of its parent's processes. It is
-    # accepted at the session's own endpoint only.
-    parent_key: str | None = field(default=None, kw_only=True, repr=False)
     carrier: SessionExtras = field(factory=lambda: SessionExtras(CarrySpec(), limit=0), kw_only=True)
-    tally: NodeCounters = field(factory=NodeCounters, kw_only=True)  # the node's counters, over all sessions
-    counters: SessionCounters = field(factory=SessionCounters, kw_only=True)
-    memory: SessionMemory = field(factory=SessionMemory, init=False)
+    calls: CallsInProgress = field(
+        default=Factory(lambda self: self.budget.calls, takes_self=True), init=False
+    )
+    inherited: ForkInheritance = field(factory=ForkInheritance, init=False)
     retries: Retries = field(factory=Retries, init=False)
-    parts: PartsCache = field(factory=PartsCache, init=False)
-    histories: KnownHistories = field(factory=KnownHistories, init=False)
-    inherited: int = field(default=0, init=False)  # Turns with a lower index come from a fork's parent.
-    # The answers of a fork's parent, which are given again.
-    _answers: InheritedAnswers | None = field(default=None, init=False)
-    over: bool = field(default=False, init=False)
-    # whether its requests took memory that is worth giving back
-    large: bool = field(default=False, init=False)
-    spent_clock: SpentClock | None = field(default=None, init=False)
+    earlier: EarlierRequests = field(factory=EarlierRequests, init=False)
     # The limiter of its threads that read or render long requests. There is one, so that another session
     # always finds a free thread.
     threads: trio.CapacityLimiter = field(factory=lambda: trio.CapacityLimiter(1), init=False)
-    # maps each call in progress to the number of samples requested
-    _calls: dict[trio.CancelScope, int] = field(factory=dict, init=False)
-    # the calls among them that repeat a request whose client did not get an answer
-    _uncharged: dict[trio.CancelScope, int] = field(factory=dict, init=False)
-    # maps each call to the tokens of its prompt, once that is rendered
-    _prompts: dict[trio.CancelScope, int] = field(factory=dict, init=False)
-    _call_ended: trio.Event = field(factory=trio.Event, init=False)
-
-    @property
-    def in_flight(self) -> int:
-        """The number of calls in progress."""
-        return len(self._calls)
-
-    @property
-    def token_room(self) -> int | None:
-        """The tokens that may still be sampled; None without a budget. Calls in progress do not count until
-        they are recorded. What a fork inherited counts, because the fork continues the parent's state.
-        """
-        most, used = self.budgets.max_tokens, self.counters
-        return None if most is None else max(0, most - used.sampled_tokens - used.inherited_tokens)
 
     def refusal(
         self, messages: Sequence[Message] = (), *, samples: int = 1, charged: bool = True
     ) -> Fault | None:
-        """Why a new call about `messages` is refused: the session is over, a budget has no room for its
-        samples, or too many samples are in progress. None when it is accepted. A call that is not `charged`
-        repeats a request whose client did not get an answer, and needs no room in the budget of turns.
+        """Why a new call about `messages` is refused: the session is over, its harness resumed with another
+        request than the recorded one, or its budget refuses the call. None when it is accepted.
         """
-        if self.over:
+        if self.calls.closed:
             return SESSION_OVER_FAULT
-        if self.resumed is not None and self.resumed.refused is not None:
-            return Fault.of(self.resumed.refused)
-        clock = (
-            self._spent_budget(messages, samples) if charged else "tokens" if self.token_room == 0 else None
-        )
-        if clock is None:
-            return None if sum(self._calls.values()) + samples <= SAMPLES else _TOO_MANY_SAMPLES
-        budgets = self.budgets
-        limit = {
-            "turns": f"{budgets.max_turns} turns",
-            "tokens": f"{budgets.max_tokens} tokens",
-            "repeats": f"{budgets.max_repeats} equal turns in a row",
-        }[clock]
-        return Fault(
-            kind="budget_spent",
-            message=f"this session has spent its budget of {limit}: stop, and end with what there is",
-        )
-
-    def refused(self, fault: Fault, messages: Sequence[Message] = (), *, samples: int = 1) -> None:
-        """Count a refused call about `messages`."""
-        self.counters.refusals[fault.kind] += 1
-        self.tally.refused(fault)
-        if fault.kind == "budget_spent" and self.spent_clock is None:
-            self.spent_clock = self._spent_budget(messages, samples)
-            self.on_spent()
+        resumed = self.inherited.resumed
+        if resumed is not None and resumed.refused is not None:
+            return Fault.of(resumed.refused)
+        return self.budget.refusal(messages, samples=samples, charged=charged)
 
     def check_resumed(self, plan: Plan, conversation: Conversation) -> None:
         """Raise ForkError, and have the session ended, if a resumed session begins otherwise than its fork
         says.
         """
-        if self.resumed is not None:
+        if self.inherited.resumed is not None:
             try:
-                self.resumed.check(plan, conversation)
+                self.inherited.resumed.check(plan, conversation)
             except ForkError:
-                self.on_spent()
+                self.budget.on_spent()
                 raise
-
-    @contextmanager
-    def call(self, scope: trio.CancelScope, *, samples: int = 1, charged: bool = True) -> Iterator[None]:
-        """Register one call of `samples` samples as in progress, in `scope`, which is cancelled when the
-        session closes. `charged`: the samples count against the budget of turns.
-        """
-        self._calls[scope] = samples
-        if not charged:
-            self._uncharged[scope] = samples
-        if self.over:
-            scope.cancel()
-        try:
-            with scope:
-                yield
-        finally:
-            self._calls.pop(scope, None)
-            self._uncharged.pop(scope, None)
-            self._prompts.pop(scope, None)
-            self._call_ended.set()
-            self._call_ended = trio.Event()
-
-    def reserve_prompt(self, scope: trio.CancelScope, tokens: int, *, context_length: int) -> None:
-        """Count the prompt of a call in progress until the call ends. Raises Busy if the session's prompts
-        would take more than their share of memory; a single prompt is always accepted.
-        """
-        held, most = sum(self._prompts.values()), max(MAX_PROMPT_TOKENS, MAX_PROMPT_CONTEXTS * context_length)
-        if held and held + tokens > most:
-            raise Busy(
-                f"the prompts of this session's calls in progress have {held} of {most} tokens: send it"
-                " again",
-                retry_after=BUSY_S,
-            )
-        self._prompts[scope] = tokens
-
-    def waited(self, seconds: float) -> None:
-        """Count the time until the engine took a sample."""
-        self.counters.waited_s += seconds
-        self.tally.waited(seconds)
 
     def commit(self, turn: Turn, *, charged: bool = True) -> None:
         """Record a turn, however it ended: first in the lineages, where the next call finds it, then in the
         journal. `charged`: the turn counts against the budget of turns.
         """
         self.lineages.commit(turn)
-        if turn.index >= self.inherited:
-            self.tally.turn(turn)
-        self._note(turn, charged=charged)
-
-    def _note(self, turn: Turn, *, charged: bool) -> None:
-        failed = turn.state == "failed" and not turn.refused
-        self.carrier.add(turn)
-        self.counters.turns += 1
-        self.counters.charged += charged and not failed
-        self.counters.failed += failed
-        self.counters.partial += turn.state == "partial"
-        self.counters.resumed += turn.reason == RESUMED
-        if turn.index < self.inherited:
-            self.counters.inherited_tokens += len(turn.sampled)
-        else:
-            self.counters.sampled_tokens += len(turn.sampled)
-        self.record(turn)
-
-    def inherit_answers(
-        self, turns: Sequence[Turn], turn: int, on_end: Callable[[int, str | None], None]
-    ) -> None:
-        """Answer the first calls with the recorded answers of a parent's `turns` below `turn`, as long as the
-        calls are the same. Turn `turn` itself, if it is among them, is only compared. `on_end` is called
-        before the first call that is sampled anew, with the number of turns inherited and the first
-        difference in words.
-        """
-
-        def ended(got: int, differs: str | None) -> None:
-            self.inherited, self._answers = got, None
-            on_end(got, differs)
-
-        for each in turns:
-            for call in () if each.answer is None or each.index >= turn else each.answer.calls:
-                self.lineages.references.adopt(each.index, call.id)
-        self.inherited = turn
-        self._answers = InheritedAnswers({each.index: each for each in turns}, turn, ended)
+        if turn.index >= self.inherited.turns:
+            self.budget.tally.turn(turn)
+        self._record(turn, charged=charged)
 
     def begin_with(self, turns: Sequence[Turn], lineages: Lineages, *, inherited: int) -> None:
         """Begin with another session's `turns` as this session's. They are recorded now, and the next call
         extends them. Turns with an index below `inherited` are trained in another session. `lineages` has
         been restored from the turns.
         """
-        self.lineages, self.inherited = lineages, inherited
+        self.lineages, self.inherited.turns = lineages, inherited
         # Maps a request to how often it was repeated, because its client left, without a further token. As
         # when the turns ran, all these repeats are one turn of the budget.
         owed: dict[tuple[str, str, str], int] = {}
         for turn in turns:
             name = (turn.provider, Path.read(turn.before_key).agent, turn.request_key)
             again = turn.reason == RESUMED or name in owed
-            self._note(turn, charged=not again or owed.get(name, 0) >= MAX_FREE_REPEATS)
+            self._record(turn, charged=not again or owed.get(name, 0) >= MAX_FREE_REPEATS)
             if turn.state == "partial" and turn.request_key:
                 owed[name] = owed[name] + 1 if name in owed and not turn.sampled else 0
             elif turn.state == "complete" or turn.refused:
                 owed.pop(name, None)
 
-    def cut_answer(self, index: int, name: str, *, created: int) -> UndeliveredResponse | None:
-        """The answer to a repeated request whose cut turn cannot go on, because other calls took the last
-        tokens of the budget. It is what the cut turn sampled, under the response id `name`, and it ends
-        there.
-        """
-        turn = next((turn for turn in self.lineages.turns if turn.index == index), None)
-        if turn is None or turn.answer is None:
-            return None
-        return UndeliveredResponse(
-            id=name,
-            created=created,
-            signature=self.lineages.references.signature(index),
-            answers=(evolve(turn.answer, finish_reason="length"),),
-            usage=turn.usage,
-        )
-
-    def inherited_answer(self, plan: Plan, order: GenerateOrder) -> Turn | None:
-        """The turn of a fork's parent whose answer this call gets. None where the engine samples."""
-        if self._answers is None:
-            return None
-        return self._answers.take(plan, order, alone=sum(self._calls.values()) == 1)
+    def _record(self, turn: Turn, *, charged: bool) -> None:
+        self.carrier.add(turn)
+        self.budget.counters.count_turn(turn, charged=charged, inherited=turn.index < self.inherited.turns)
+        self.record(turn)
 
     async def close(self) -> None:
         """Refuse new calls and end those in progress; each records what it has sampled. Idempotent. Returns
         after CLOSING_S at most.
         """
-        self.over = True
-        for scope in self._calls:
-            scope.cancel()
-        with trio.move_on_after(CLOSING_S, shield=True):
-            while self._calls:
-                await self._call_ended.wait()
-        if self._calls:
+        lost = await self.calls.close()
+        if lost:
             logger.error(
                 "session %s: %d calls did not end in %s s, and their turns are lost",
                 self.session_id,
-                len(self._calls),
+                lost,
                 CLOSING_S,
             )
 
     def metrics(self) -> dict[str, Json]:
         """The counters of its calls, for the trajectory's metrics."""
-        counters = self.counters
-        refusals: dict[str, Json] = dict(counters.refusals)
-        return {
-            "turns": counters.turns,
-            "failed_turns": counters.failed,
-            "partial_turns": counters.partial,
-            "resumed_turns": counters.resumed,
-            "replayed": counters.replayed,
-            "prewarmed": counters.prewarmed,
-            "sampled_tokens": counters.sampled_tokens,
-            "waited_s": round(counters.waited_s, 3),
-            "refusals": refusals,
-            **self.carrier.metrics(),
-        }
+        return {**self.budget.counters.metrics(), **self.carrier.metrics()}
 
-    def _spent_budget(self, messages: Sequence[Message], samples: int) -> SpentClock | None:
-        """The budget that has no room for `samples` more; None if all have."""
-        turns = self.counters.charged + sum(self._calls.values()) - sum(self._uncharged.values())
-        if self.budgets.max_turns is not None and turns + samples > self.budgets.max_turns:
-            return "turns"
-        if self.token_room == 0:
-            return "tokens"
-        return "repeats" if self._is_looping(messages) else None
 
-    def _is_looping(self, messages: Sequence[Message]) -> bool:
-        """Whether a conversation loops, or one looped before and its call was refused. Then the whole run
-        ends, not only the sub-agent that looped. Turns that came with the first request are not this
-        session's.
-        """
-        most = self.budgets.max_repeats
-        if most is None or self.counters.charged < most:
-            return False
-        return self.spent_clock == "repeats" or equal_turns(messages, most) >= most
+# ── keys ─────────────────────────────────────────────────────────
+
+# The number of keys of ended sessions that are still answered with 410, at about 200 bytes each. A harness
+# that outlives its session calls again within minutes.
+MAX_ENDED_KEYS: Final = 10_000
 
 
 @frozen(kw_only=True)
@@ -559,7 +518,7 @@ class LiveSessions:
             if session_id in (None, session.session_id):
                 return session
         own = None if session_id is None else self._by_id.get(session_id)
-        parent = None if own is None else own.parent_key
+        parent = None if own is None else own.inherited.parent_key
         return own if parent is not None and any(compare_digest(key, parent) for key in keys) else None
 
     def ended_session_id(self, key: str) -> str | None:
@@ -568,5 +527,5 @@ class LiveSessions:
 
     def statistics(self) -> LiveStatistics:
         """Counts over all sessions."""
-        in_flight = sum(session.in_flight for session in self._live.values())
+        in_flight = sum(session.calls.count for session in self._live.values())
         return LiveStatistics(live=len(self._live), in_flight=in_flight, ended=len(self._ended))

@@ -15,7 +15,7 @@ from attrs import frozen
 from polarnode.core.codec.json import dump_json, read_json
 from polarnode.core.conversation import Json, ModelRequest
 from polarnode.core.errors import PolarnodeError, Refused, boundary
-from polarnode.gateway.request_key import request_key
+from polarnode.gateway.model_requests import request_key
 from polarnode.providers.contract import Memory, RequestEnvelope
 from polarnode.providers.dialect import Route, route
 

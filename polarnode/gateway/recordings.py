@@ -8,73 +8,25 @@ sessions.
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, cast
 
 import orjson
 import trio
 from attrs import define, field
-from hypercorn.typing import ASGISendCallable, ASGISendEvent, HTTPScope
+from hypercorn.typing import HTTPScope
 
 from polarnode.core.codec.limits import exceeds_values
 from polarnode.core.conversation import Json
 from polarnode.http.asgi import header_map
-from polarnode.http.connections import Head, Respond
+from polarnode.http.connections import ClientDeparture, Head, ResponseWriter
 from polarnode.providers.dialect import session_keys
 
 logger = logging.getLogger(__name__)
 
 # This replaces the key wherever it occurs, so that a target with the key in its path keeps its shape.
 KEY_MASK: Final = "key-of-this-session"
-
-
-@define(eq=False)
-class ResponseCopy:
-    """An ASGI `send` that keeps a copy of the response it passes on, as HTTP/1.1 without its framing.
-
-    The copy stays in memory until the response has ended. An answer of 32k tokens is some 10 MB as a stream.
-    """
-
-    recordings: "Recordings"
-    send: ASGISendCallable
-    # where the copy is written; set once its request is written
-    file: Path | None = field(default=None, init=False)
-    content: bytearray = field(factory=bytearray, init=False)
-
-    async def __call__(self, event: ASGISendEvent) -> None:
-        await self.send(event)
-        match event["type"]:
-            case "http.response.start":
-                self._keep((event["status"], list(event["headers"])), b"")
-            case "http.response.body":
-                self._keep(None, event["body"])
-
-    def wrap_respond(self, respond: Respond | None) -> Respond | None:
-        """A `respond` that also keeps a copy."""
-        if respond is None:
-            return None
-
-        async def copied(head: Head | None, data: bytes, *, end: bool) -> None:
-            await respond(head, data, end=end)
-            self._keep(head, data)
-
-        return copied
-
-    def _keep(self, head: Head | None, data: bytes) -> None:
-        if head is not None:
-            self.content += f"HTTP/1.1 {head[0]}\r\n".encode()  # 529 has no phrase
-            for name, value in head[1]:
-                self.content += name + b": " + value + b"\r\n"
-            self.content += b"\r\n"
-        self.content += data
-
-    async def keep_request(self, session_id: str, scope: HTTPScope, body: bytes) -> None:
-        """Write the request that this response answers."""
-        query = scope["query_string"].decode("latin1")
-        target = f"{scope['path']}?{query}" if query else scope["path"]
-        self.file = await self.recordings.keep(session_id, scope["method"], target, scope["headers"], body)
 
 
 @define(eq=False)
@@ -97,16 +49,44 @@ class Recordings:
         await _written(file, lambda: recorded(method, target, content, body))
         return file.with_name(f"{number}-response.txt")
 
-    @asynccontextmanager
-    async def copied(self, send: ASGISendCallable) -> AsyncIterator[ResponseCopy]:
-        """A `send` whose response is written at the end, even one that was cut, but not an empty one."""
-        copy = ResponseCopy(self, send)
-        try:
-            yield copy
-        finally:
-            if copy.file is not None and copy.content:
-                with trio.CancelScope(shield=True):  # milliseconds
-                    await _written(copy.file, lambda: copy.content)
+
+@define(eq=False)
+class ResponseCopy:
+    """A writer that keeps a copy of the response it writes, as HTTP/1.1 without its framing.
+
+    The copy stays in memory until the response has ended. An answer of 32k tokens is some 10 MB as a stream.
+    """
+
+    recordings: Recordings
+    writer: ResponseWriter
+    # where the copy is written; set once its request is written
+    file: Path | None = field(default=None, init=False)
+    content: bytearray = field(factory=bytearray, init=False)
+
+    @property
+    def departure(self) -> ClientDeparture:
+        return self.writer.departure
+
+    async def write(self, head: Head | None, data: bytes, *, end: bool) -> bool:
+        taken = await self.writer.write(head, data, end=end)
+        if head is not None:
+            self.content += f"HTTP/1.1 {head[0]}\r\n".encode()  # 529 has no phrase
+            for name, value in head[1]:
+                self.content += name + b": " + value + b"\r\n"
+            self.content += b"\r\n"
+        self.content += data
+        return taken
+
+    async def keep_request(self, session_id: str, scope: HTTPScope, body: bytes) -> None:
+        """Write the request that this response answers."""
+        query = scope["query_string"].decode("latin1")
+        target = f"{scope['path']}?{query}" if query else scope["path"]
+        self.file = await self.recordings.keep(session_id, scope["method"], target, scope["headers"], body)
+
+    async def save(self) -> None:
+        """Write the response, even one that was cut, but not an empty one. This takes milliseconds."""
+        if self.file is not None and self.content:
+            await _written(self.file, lambda: self.content)
 
 
 def recorded(method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:

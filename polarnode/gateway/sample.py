@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol
 
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.conversation import (
@@ -25,7 +25,6 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, TurnState, VersionSpan
-from polarnode.gateway.call_events import PromptRendered, RequestReceived
 from polarnode.merge.attach import Plan
 from polarnode.merge.figures import new_messages_of
 from polarnode.merge.token_extras import CallExtras, turn_extras
@@ -58,6 +57,20 @@ class AnswerParser(Protocol):
     def feed(self, ids: "array[int]", logprobs: tuple[TokenLogprob, ...] = (), /) -> list[Delta]: ...
 
     def finish(self, reason: FinishReason) -> ParsedAnswer: ...
+
+
+@frozen(kw_only=True)
+class PromptRendered:
+    """The prompt of a call as ids (int32); an event of its exchange. It ends with `delta`, whose first
+    `close_length` ids close the parent's cut sample.
+
+    `notes` say where the prompt differs from what the template would render, or from what the client sent.
+    """
+
+    prompt: "array[int]"
+    delta: "array[int]"
+    close_length: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @define(eq=False, kw_only=True)
@@ -218,10 +231,11 @@ def make_order(
 
 
 def turn_of(
-    sample: Sample, requested: RequestReceived, *, session_id: str, state: TurnState, at: float
+    sample: Sample, *, session_id: str, state: TurnState, wall: float, began: float, at: float
 ) -> Turn:
     """The turn of a sample that ended. A turn without a sampled token has no answer, so that no request
-    extends it.
+    extends it. `wall` is when the request was received, in seconds since the epoch; `began` is the same time,
+    and `at` the sample's end, in monotonic seconds.
 
     The answer keeps no logprobs: the turn has those of every token, and top logprobs if its task requests
     them.
@@ -259,9 +273,9 @@ def turn_of(
         asked=request.sampling,
         used=sample.used,
         usage=sample.usage(),
-        started=requested.wall,
-        first_token_s=None if sample.first_at is None else sample.first_at - requested.at,
-        ended_s=at - requested.at,
+        started=wall,
+        first_token_s=None if sample.first_at is None else sample.first_at - began,
+        ended_s=at - began,
         notes=(*plan.notes, *_notes(sample), *held.notes),
         top=held.top,
         routed=held.routed,

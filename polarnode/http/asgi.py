@@ -15,7 +15,7 @@ from typing import Final, cast
 
 import trio
 from attrs import define, field, frozen
-from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, HTTPScope
+from hypercorn.typing import ASGIReceiveCallable, HTTPScope
 from quart import Response, request
 from quart_trio import QuartTrio
 from werkzeug.exceptions import Forbidden, UnsupportedMediaType
@@ -23,15 +23,7 @@ from werkzeug.exceptions import Forbidden, UnsupportedMediaType
 from polarnode.core.codec.json import read_json
 from polarnode.core.codec.limits import MAX_BODY_VALUES, check_body_size, check_nesting
 from polarnode.core.conversation import Json
-from polarnode.http.connections import (
-    DEPARTURE_KEY,
-    RESPOND_KEY,
-    WRITES,
-    ClientDeparture,
-    ConnectionWrites,
-    Head,
-    Respond,
-)
+from polarnode.http.connections import Head, ResponseWriter
 from polarnode.http.places import admit
 from polarnode.providers.contract import Reply
 
@@ -309,58 +301,30 @@ def announced_length(headers: Mapping[str, str]) -> int:
     return int(length) if length.isdecimal() and len(length) < 20 else 0  # the server checked it
 
 
-async def wait_disconnected(receive: ASGIReceiveCallable) -> None:
-    """Return when the client has disconnected. What it still sends is dropped, so that Hypercorn's reader
-    never blocks.
-    """
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 # ── responses ─────────────────────────────────────────────────────────
-
-
-def writes_of(scope: HTTPScope) -> ConnectionWrites | None:
-    """The writes of a request's connection; None under a server other than `open_server`'s."""
-    return cast("dict[str, ConnectionWrites]", scope.get("state") or {}).get(WRITES)
-
-
-def departure_of(scope: HTTPScope) -> ClientDeparture | None:
-    """The departure of a request's client; None under a server other than `open_server`'s."""
-    return cast("dict[str, ClientDeparture]", scope.get("state") or {}).get(DEPARTURE_KEY)
-
-
-def response_writer_of(scope: HTTPScope) -> Respond | None:
-    """The function that writes a request's response past ASGI; None under another server than
-    `open_server`.
-    """
-    return cast("dict[str, Respond]", scope.get("state") or {}).get(RESPOND_KEY)
 
 
 @define(eq=False)
 class ResponseSender:
     """The response to one request. `request_id` is sent as `x-request-id`.
 
-    `delivered`: the last bytes were handed to the socket of a connected client; without `connection`, to the
-    server. In a stream these are the last bytes of its dialect: many clients close as soon as they have read
-    those, and never read the end of the chunked body.
+    `delivered`: the socket of a connected client took the last bytes. In a stream these are the last bytes of
+    its dialect: many clients close as soon as they have read those, and never read the end of the chunked
+    body.
     """
 
-    send: ASGISendCallable
+    writer: ResponseWriter
     request_id: str
-    connection: ConnectionWrites | None = None
-    respond: Respond | None = None  # writes the response past ASGI, where its server offers that
     opened: bool = field(default=False, init=False)
     delivered: bool = field(default=False, init=False)
-    _taken: bool = field(default=False, init=False)  # whether the socket took the last bytes
+    _taken: bool = field(default=False, init=False)  # whether the socket took the last bytes of a stream
     # the last bytes of a stream, which are sent together with its end
     _last: tuple[Head | None, bytes] = field(default=(None, b""), init=False)
 
     async def reply(self, reply: Reply) -> None:
         """Send a whole response."""
         headers = (*reply.headers, ("content-length", str(len(reply.body))))
-        await self._send(self._head(reply.status, headers), reply.body, end=True)
-        self.delivered = self._taken
+        self.delivered = await self.writer.write(self._head(reply.status, headers), reply.body, end=True)
 
     async def stream(self, data: bytes, content_type: str, *, last: bool = False) -> None:
         """Send bytes of a stream; the first bytes open it. The `last` bytes are sent together with the
@@ -368,16 +332,15 @@ class ResponseSender:
         """
         headers = (("content-type", content_type), ("cache-control", "no-cache"))
         head = None if self.opened else self._head(200, headers)
-        if last and self.respond is not None:
+        if last:
             self._last, self._taken = (head, data), False
         else:
-            await self._send(head, data, end=False)
+            self._taken = await self.writer.write(head, data, end=False)
 
     async def end(self) -> None:
         """End the stream properly."""
-        taken = self._taken
-        await self._send(*self._last, end=True)
-        # `_taken` decides if `stream` held the last bytes back for this write.
+        head, data = self._last
+        taken = await self.writer.write(head, data, end=True)
         self.delivered = taken or self._taken
 
     def _head(self, status: int, headers: tuple[tuple[str, str], ...]) -> Head:
@@ -385,18 +348,6 @@ class ResponseSender:
         return status, [
             (name.encode(), value.encode()) for name, value in (*headers, ("x-request-id", self.request_id))
         ]
-
-    async def _send(self, head: Head | None, data: bytes, *, end: bool) -> None:
-        if self.respond is None and head is not None:
-            await self.send({"type": "http.response.start", "status": head[0], "headers": head[1]})
-        before = self.connection.writes if self.connection else 0
-        if self.respond is not None:
-            await self.respond(head, data, end=end)
-        else:
-            await self.send({"type": "http.response.body", "body": data, "more_body": not end})
-        self._taken = self.connection is None or (
-            self.connection.writes > before and not self.connection.broken
-        )
 
 
 def header_map(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:

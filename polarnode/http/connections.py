@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol, cast
 
 import h11
 import trio
-from attrs import define, field
+from attrs import define, field, frozen
 from hypercorn.config import Config
 from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.protocol.events import Body, Request, StreamClosed
@@ -23,7 +23,14 @@ from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 from hypercorn.trio.worker_context import WorkerContext
-from hypercorn.typing import AppWrapper, ConnectionState
+from hypercorn.typing import (
+    AppWrapper,
+    ASGIReceiveCallable,
+    ASGISendCallable,
+    ConnectionState,
+    HTTPScope,
+    Scope,
+)
 from hypercorn.utils import parse_socket_addr, suppress_body
 
 from polarnode.core.codec.json import dump_json
@@ -47,18 +54,61 @@ MAX_HEAD_LINES: Final = 128
 # The most bytes of request line and headers. Claude Code, the longest measured, sends under 4 KiB.
 HEADERS_BYTES: Final = 64 << 10
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
-# The key of the `ConnectionWrites` in a request's scope["state"].
-WRITES: Final = "polarnode.writes"
-DEPARTURE_KEY: Final = "polarnode.departure"  # the key of its `ClientDeparture` in a request's scope["state"]
-RESPOND_KEY: Final = "polarnode.respond"  # the key of its `Respond` in a request's scope["state"]
+
+# ── apps that write their responses ─────────────────────────────────────────────────
 
 Head = tuple[int, list[tuple[bytes, bytes]]]  # a response's status and headers
 
 
-class Respond(Protocol):
-    """`Stream.respond`."""
+@define(eq=False)
+class ClientDeparture:
+    """Whether the client of one request has left, or has received its whole response. `then` is called
+    synchronously when that happens, because a task that waits for it costs 60 us a request.
+    """
 
-    def __call__(self, head: Head | None, data: bytes, *, end: bool) -> Awaitable[None]: ...
+    left: bool = False
+    then: Callable[[], object] | None = None
+
+    def note(self) -> None:
+        self.left = True
+        if self.then is not None:
+            self.then()
+
+
+class ResponseWriter(Protocol):
+    """Writes the response to one request, and knows of its client's departure."""
+
+    @property
+    def departure(self) -> ClientDeparture: ...
+
+    async def write(self, head: Head | None, data: bytes, *, end: bool) -> bool:
+        """Write the next part of the response in one write: its head, some of its body, its end. Returns
+        whether the socket of a connected client took it.
+        """
+
+
+@frozen
+class DirectApp:
+    """An app that is given a writer for its response where an ASGI app is given `send`. It learns whether the
+    socket took what it wrote, and that the client has left without waiting for it. An app that returns before
+    it wrote the end cuts the connection.
+    """
+
+    serve: Callable[[HTTPScope, ASGIReceiveCallable, ResponseWriter], Awaitable[None]]
+
+    def answer_with(self, response: ResponseWriter) -> AppWrapper:
+        """The app as Hypercorn calls it for one request."""
+
+        async def run(
+            scope: Scope,
+            receive: ASGIReceiveCallable,
+            send: ASGISendCallable,
+            sync_spawn: Callable[..., Any],
+            call_soon: Callable[..., Any],
+        ) -> None:
+            await self.serve(cast(HTTPScope, scope), receive, response)
+
+        return run
 
 
 # ── refusals ────────────────────────────────────────────────────────────
@@ -134,46 +184,29 @@ class _BoundedParser(h11.Connection):
         return super().next_event()
 
 
-@define(eq=False)
-class ClientDeparture:
-    """Whether the client of one request has left, or has received its whole response. `then` is called
-    synchronously when that happens, because a task that waits for it costs 60 us a request.
-    """
-
-    left: bool = False
-    then: Callable[[], object] | None = None
-
-    def note(self) -> None:
-        self.left = True
-        if self.then is not None:
-            self.then()
-
-
 class Stream(HTTPStream):
-    """Hypercorn's request, extended in two ways: its app learns of a disconnect without waiting for it, and
-    may write its response without ASGI messages.
-    """
+    """Hypercorn's request, which is also the writer of the response of a `DirectApp`."""
 
     protocol: "Http1Protocol"
+    departure: ClientDeparture
 
     async def handle(self, event: StreamEvent) -> None:
         if isinstance(event, StreamClosed) and not self.closed:
             self.departure.note()
-            # Otherwise the scope and this object refer to each other, and keep a session in memory until the
-            # garbage collector runs.
-            del self.scope["state"][RESPOND_KEY]
         await super().handle(event)
 
     async def end_body(self, data: bytes) -> None:
         """Pass the last bytes of the body to the app, together with its end."""
         await self.app_put({"type": "http.request", "body": data, "more_body": False})
 
-    async def respond(self, head: Head | None, data: bytes, *, end: bool) -> None:
-        """Send the next part of the response in one write: its head, some of its body, its end. Through ASGI
-        a whole response takes three writes and their events, measured as 0.1 ms.
+    async def write(self, head: Head | None, data: bytes, *, end: bool) -> bool:
+        """Do what `ResponseWriter` says. Through ASGI a whole response takes three writes and their events,
+        measured as 0.1 ms.
         """
         if self.closed:
-            return
+            return False
+        writes = self.protocol.writes
+        before = writes.writes
         if head is not None:
             self.response = {"type": "http.response.start", "status": head[0], "headers": head[1]}
             self.state = ASGIHTTPState.RESPONSE
@@ -182,10 +215,7 @@ class Stream(HTTPStream):
         if end:
             self.state = ASGIHTTPState.CLOSED
             await self.send(StreamClosed(stream_id=STREAM_ID))
-
-    @property
-    def departure(self) -> ClientDeparture:
-        return cast(ClientDeparture, self.scope["state"][DEPARTURE_KEY])
+        return writes.writes > before and not writes.broken
 
 
 class Http1Protocol(H11Protocol):
@@ -198,8 +228,9 @@ class Http1Protocol(H11Protocol):
     before it falls back to HTTP.
     """
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, writes: "ConnectionWrites", *arguments: Any) -> None:
         super().__init__(*arguments)
+        self.writes = writes
         self.connection = _BoundedParser(h11.SERVER, max_incomplete_event_size=HEADERS_BYTES)
 
     async def _create_stream(self, request: h11.Request) -> None:
@@ -219,8 +250,9 @@ class Http1Protocol(H11Protocol):
             self.stream_send,
             STREAM_ID,
         )
-        stream.protocol = self
-        state = {**self.connection_state, DEPARTURE_KEY: ClientDeparture(), RESPOND_KEY: stream.respond}
+        stream.protocol, stream.departure = self, ClientDeparture()
+        if isinstance(self.app, DirectApp):
+            stream.app = self.app.answer_with(stream)
         await stream.handle(
             Request(
                 stream_id=STREAM_ID,
@@ -228,9 +260,12 @@ class Http1Protocol(H11Protocol):
                 http_version=request.http_version.decode(),
                 method=request.method.decode("ascii").upper(),
                 raw_path=request.target,
-                state=ConnectionState(state),
+                state=ConnectionState({**self.connection_state}),
             )
         )
+        # Otherwise the stream refers to itself, and keeps a session in memory until the garbage collector
+        # runs.
+        stream.app = self.app
         self.keep_alive_requests += 1
         await self.context.mark_request()
 
@@ -378,24 +413,25 @@ class Connection(TCPServer):
     response. Hypercorn then starts the idle timer of a closed connection. Measured without this patch: one in
     four such connections stayed open for KEEP_ALIVE_S, until no more were accepted.
 
-    The state of its requests also records what the socket took, because Hypercorn's own `send` returns the
-    same for bytes that are lost.
+    It also counts what the socket took, because Hypercorn's own `send` returns the same for bytes that are
+    lost.
     """
 
     def __init__(
         self,
-        app: AppWrapper,
+        app: AppWrapper | DirectApp,
         config: Config,
         context: WorkerContext,
         stream: "trio.SocketStream | trio.SSLStream[trio.SocketStream]",
         place: Place,
     ) -> None:
-        state = ConnectionState({WRITES: ConnectionWrites(), SLOT_KEY: place})
-        # A plain TCP stream too, which the base class accepts; it calls only two methods of the idle timer.
+        state = ConnectionState({SLOT_KEY: place})
+        # A direct app or a plain TCP stream is only passed on by the base class, which calls only two methods
+        # of the idle timer.
         super().__init__(app, config, context, state, stream)  # type: ignore[arg-type]
         self.idle_task: IdleTimer = IdleTimer()  # type: ignore[assignment]
         self.protocol: Http1Protocol = None  # type: ignore[assignment]
-        self._place = place
+        self._place, self._writes = place, ConnectionWrites()
         self._patience_s = BODY_PAUSE_S
 
     async def run(self) -> None:
@@ -406,6 +442,7 @@ class Connection(TCPServer):
             async with TaskGroup() as task_group:
                 self._task_group = task_group
                 self.protocol = Http1Protocol(
+                    self._writes,
                     self.app,
                     self.config,
                     self.context,
@@ -497,7 +534,7 @@ class Connection(TCPServer):
 
     async def _write(self, data: bytes) -> None:
         """Write as Hypercorn does, shielded from cancellation, and count the write."""
-        writes: ConnectionWrites = self.state[WRITES]  # set in `__init__`
+        writes = self._writes
         if not data:
             return  # the end of a body whose length its head says
         await trio.lowlevel.checkpoint_if_cancelled()

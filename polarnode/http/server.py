@@ -41,7 +41,7 @@ from quart_trio.wrappers.request import TrioBody
 
 from polarnode.core.errors import ConfigError, boundary
 from polarnode.http.asgi import MAX_BODY_S, MAX_DRAINED_BYTES
-from polarnode.http.connections import MAX_READ_BYTES, PLAIN, Connection, refusal_bytes
+from polarnode.http.connections import MAX_READ_BYTES, PLAIN, Connection, DirectApp, refusal_bytes
 from polarnode.http.places import ConnectionSlots, Place
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ def mend(app: QuartTrio) -> None:
 
 @asynccontextmanager
 async def open_server(
-    app: ASGIFramework,
+    app: ASGIFramework | DirectApp,
     where: socket.socket | Address,
     *,
     connections: int | None = None,
@@ -274,7 +274,10 @@ async def open_server(
     sock = listening_socket(where) if isinstance(where, Address) else where
     places = ConnectionSlots(limit=connections or CONNECTIONS)
     server = _Server(
-        app=wrap_app(app, 0, "asgi"), listener=_trio_listener(sock), places=places, certificate=certificate
+        app=app if isinstance(app, DirectApp) else wrap_app(app, 0, "asgi"),
+        listener=_trio_listener(sock),
+        places=places,
+        certificate=certificate,
     )
     failed: Exception | None = None
     async with trio.open_nursery() as nursery:
@@ -330,7 +333,7 @@ class _Server:
     raises.
     """
 
-    app: AppWrapper
+    app: AppWrapper | DirectApp
     listener: trio.SocketListener
     places: ConnectionSlots
     certificate: Certificate | None = None

@@ -32,6 +32,7 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
+from polarnode.http.connections import DirectApp
 from polarnode.http.server import (
     MAX_CAPTURE_CONNECTIONS,
     Address,
@@ -322,7 +323,10 @@ async def open_captures(
     )
     async with (
         open_server(
-            endpoint, listener, connections=MAX_CAPTURE_CONNECTIONS, certificate=certificate
+            DirectApp(endpoint.serve),
+            listener,
+            connections=MAX_CAPTURE_CONNECTIONS,
+            certificate=certificate,
         ) as address,
         trio.open_nursery() as nursery,
     ):

@@ -147,9 +147,9 @@ def _capture_status(capture: Capture) -> CaptureStatus:
         task_id=identity.task_id,
         group_id=identity.group_id,
         sample_index=identity.sample_index,
-        turns=live.counters.turns,
-        sampled_tokens=live.counters.sampled_tokens,
-        in_flight=live.in_flight,
+        turns=live.budget.counters.turns,
+        sampled_tokens=live.budget.counters.sampled_tokens,
+        in_flight=live.calls.count,
         expires_s=capture.expires_s,
     )
 
@@ -167,7 +167,7 @@ def check_rewards(end_spec: CaptureEnd, turns: tuple[Turn, ...]) -> None:
 
 
 def _capture_outcome(capture: Capture) -> Outcome:
-    end_spec, spent = capture.end_spec, capture.live.spent_clock
+    end_spec, spent = capture.end_spec, capture.live.budget.spent_clock
     if end_spec is None:
         return Outcome(
             status="timeout",

@@ -8,7 +8,7 @@ predecessor was lost with its machine goes on from that attempt's last snapshot.
 A task is checked against its parent when it is submitted, and each of its sessions checks again when it
 begins, with the same sentences: meanwhile the parent may have been pruned, a snapshot or an image may be
 gone, or another node may run the task. What a harness then asks first is compared with the snapshot in
-`gateway/resumed_session.py`. What a session has inherited at its end is in its identity, which the journal
+`gateway/fork_inheritance.py`. What a session has inherited at its end is in its identity, which the journal
 has from its beginning.
 """
 
@@ -30,8 +30,8 @@ from polarnode.core.ports import HarnessOrder, Launch
 from polarnode.core.snapshots import FrozenImage, Snapshot
 from polarnode.core.task import ForkSpec, TaskSpec
 from polarnode.core.trajectory import ContinuedFrom, Outcome, Turn
+from polarnode.gateway.fork_inheritance import ResumedSession
 from polarnode.gateway.live_sessions import LiveSession
-from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.groups.fork_policy import ForkPlace, fork_turns
 from polarnode.groups.group import NOT_FORKED_REASON, SessionFacts, lost_to_the_machine, make_member
 from polarnode.harnesses.harness import Harness
@@ -212,7 +212,7 @@ def begin_replay(
     live: LiveSession, spec: TaskSpec, parent: ForkParent | None, on_end: Callable[[int, str | None], None]
 ) -> None:
     """Give a session that begins the answers of its parent. Raises ForkError if the session cannot go on from
-    the parent any more. `LiveSession.inherit_answers` calls `on_end`.
+    the parent any more. `ForkInheritance.replay` calls `on_end`.
     """
     if spec.fork is None:
         return
@@ -221,7 +221,7 @@ def begin_replay(
     except Refused as refused:
         raise ForkError(str(refused)) from refused
     compared = found.turns if found.next is None else (*found.turns, found.next)
-    live.inherit_answers(compared, spec.fork.turn, on_end)
+    live.inherited.replay(compared, spec.fork.turn, live.lineages.references, on_end)
 
 
 def begin_with_parent(
@@ -289,14 +289,14 @@ class State:
         signed = References(snapshot.references.session_id, bytes.fromhex(snapshot.references.secret))
         drops = drops_thinking if order.spec.thinking == "template" else None
         begin_with_parent(live, self.turns, signed, drops, inherited)
-        live.resumed = ResumedSession(
+        live.inherited.resumed = ResumedSession(
             parent=snapshot.session_id,
             turn=snapshot.turn,
             before_key=snapshot.before_key,
             conversation=snapshot.conversation,
             how="resuming" if self.frozen is None else "freezing",
         )
-        live.parent_key = None if self.frozen is None else self.frozen.key
+        live.inherited.parent_key = None if self.frozen is None else self.frozen.key
         answered = any(turn.role == "main" and turn.state == "complete" for turn in self.turns)
         return Resumption(snapshot=snapshot, harness=order.harness, answered=answered, frozen=self.frozen)
 
@@ -581,7 +581,8 @@ def went_wrong(identity: Identity, live: LiveSession, outcome: Outcome) -> bool:
     """Whether a session ended because it could not go on from its state. The next attempt then begins from
     the start.
     """
-    if identity.continued_from is None or live.resumed is None or live.resumed.begun:
+    resumed = live.inherited.resumed
+    if identity.continued_from is None or resumed is None or resumed.begun:
         return False
     refused = outcome.status == "error" and outcome.boundary == ForkError.boundary
     return refused or lost_to_the_machine(outcome)

@@ -21,7 +21,7 @@ from polarnode.core.task import Budgets, TaskSpec
 from polarnode.core.trajectory import Outcome, Trajectory, Turn
 from polarnode.engine.adapters import EngineAdapters
 from polarnode.engine.scoring import ScoringEngines
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionCounters
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionBudget, SessionCounters
 from polarnode.groups.group import lost_to_the_machine, stamp_staleness
 from polarnode.merge.lineage import DropsThinking, Lineages
 from polarnode.merge.token_extras import SessionExtras, unscored
@@ -83,13 +83,11 @@ class LiveSessionFactory:
             key=f"sk-polarnode-{secrets.token_urlsafe(24)}",
             lineages=Lineages(session_id=session_id, secret=secrets.token_bytes(32), drops_thinking=drops),
             sampling=task.sampling,
-            budgets=task.budgets,
+            budget=SessionBudget(task.budgets, counters=counters, tally=self.tally),
             record=record,
             carrier=SessionExtras(task.carry, limit=self.carried_limit),
-            tally=self.tally,
             adapter=task.adapter,
             calls_first=calls_first,
-            counters=counters,
         )
 
 
@@ -212,7 +210,7 @@ class SessionRegistry:
             driver.closed(failed=failed)
             if self.stopping and not self._drivers:
                 self._emptied.set()
-        if driver.live.large:
+        if driver.live.earlier.large:
             # The memory of the session is free only when nothing refers to the session any more.
             del driver
             await trio.sleep(FORGET_DELAY_S)

@@ -64,7 +64,7 @@ class SchedulerStatistics:
 
 def session_status(session: Session, published: Trajectory | None = None) -> LiveSessionStatus:
     """The status of a live session, or of one that is over with its `trajectory`."""
-    identity, counters = session.identity, session.live.counters
+    identity, counters = session.identity, session.live.budget.counters
     now, last = trio.current_time(), counters.last_turn
     status = LiveSessionStatus(
         session_id=identity.session_id,

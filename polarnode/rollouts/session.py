@@ -387,7 +387,7 @@ class Session:
         ended: int | PolarnodeError | None = None
         with self._stoppable_scope() as clock:
             self._clock.begin(clock, self.order.spec.budgets.run_s)
-            self.live.on_spent = lambda: _end_soon(clock)
+            self.live.budget.on_spent = lambda: _end_soon(clock)
             try:
                 async with self._containers.reaching(runtime) as reach:
                     if self.order.spec.snapshot_at.wanted:
@@ -401,12 +401,13 @@ class Session:
         await self.live.close()
         if self._snapshots is not None:
             self._containers.metrics["snapshots"] = await self._snapshots.close()
-        if self.live.resumed is not None and not isinstance(ended, PolarnodeError):
-            ended = self.live.resumed.fault() or ended
+        resumed = self.live.inherited.resumed
+        if resumed is not None and not isinstance(ended, PolarnodeError):
+            ended = resumed.fault() or ended
         ending = Ending(
             ended=ended,
             cancelled=None if cause is None else _reason(cause),
-            spent_clock=self.live.spent_clock,
+            spent_clock=self.live.budget.spent_clock,
             because=runtime.ended_because,
             for_room=runtime.ended_for_room,
             oom_kills=self._containers.record_kills(runtime),

@@ -2,9 +2,9 @@
 for a fork.
 
 While a harness waits for its only model call it does nothing, so its workspace, its home and its own record
-of the session are one consistent state. `SessionSnapshots.hold` is the session's `LiveSession.on_held`. If a
-snapshot cannot be taken, the reason is counted in the session's metrics, and the call goes on. The time that
-the call was held is credited to the run.
+of the session are one consistent state. `SessionSnapshots.hold` is the session's
+`LiveSession.before_generation`. If a snapshot cannot be taken, the reason is counted in the session's
+metrics, and the call goes on. The time that the call was held is credited to the run.
 
 `open_restored` restores a snapshot: it opens a fresh container of the task with the snapshot's files in it.
 """
@@ -316,7 +316,7 @@ class SessionSnapshots:
         """Why no snapshot can be taken at this call; None if one can."""
         if plan.role != "main":
             return "role"
-        if self.live.in_flight > 1:
+        if self.live.calls.count > 1:
             return "parallel"
         if plan.reason == RESUMED:  # The state before this turn is the state before the turn that it resumes.
             return "resumed"
@@ -355,7 +355,7 @@ class SessionSnapshots:
             frozen, not_frozen = await self._freeze_processes(archive)
             try:
                 processes |= await self.runtime.processes()
-                if self.live.in_flight > 1 or self._calls() != before:
+                if self.live.calls.count > 1 or self._calls() != before:
                     return "parallel"
                 snapshot = self._make_snapshot(
                     plan, request, files, processes - (self._initial_processes or frozenset())
@@ -395,11 +395,11 @@ class SessionSnapshots:
         except (Refused, RuntimeFault) as error:
             logger.warning("session %s: not frozen: %s", self.live.session_id, error)
             return None, str(error)
-        return evolve(image, key=self.live.parent_key or self.live.key), None
+        return evolve(image, key=self.live.inherited.parent_key or self.live.key), None
 
     def _calls(self) -> tuple[int, ...]:
         """Counts of which one changes with every call that comes and ends."""
-        counters = self.live.counters
+        counters = self.live.budget.counters
         return counters.turns, counters.replayed, counters.prewarmed, counters.refusals.total()
 
     def _make_snapshot(
@@ -474,7 +474,7 @@ async def open_snapshots(
         spent=spent,
         begun_with=begun_with,
     )
-    live.on_held = snapshots.hold
+    live.before_generation = snapshots.hold
     return snapshots
 
 

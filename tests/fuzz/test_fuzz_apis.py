@@ -361,7 +361,7 @@ async def try_body(api: Api, path: str, body: bytes, cuts: tuple[int, ...]) -> N
     good = await answered(here, api.paths[0], json.dumps(api.plain).encode())
     assert good.status == 200
     assert len(here.turns) == before + 1
-    assert here.s1.in_flight == 0
+    assert here.s1.calls.count == 0
     assert here.s1.lineages._graph.plans == {}  # no plan is left under way
 
 

@@ -268,7 +268,7 @@ async def asked(sent: bytes) -> None:
         assert len(turn.logprobs) == len(turn.sampled)
         assert all(map(math.isfinite, turn.logprobs))
         assert asgi.status == 200 or turn.state != "complete"
-    assert here.s1.in_flight == 0
+    assert here.s1.calls.count == 0
 
 
 TARGETS = (

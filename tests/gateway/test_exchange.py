@@ -30,13 +30,15 @@ from polarnode.core.conversation import Conversation, Message, Sampling
 from polarnode.core.errors import EngineError, InvariantViolated, Refused
 from polarnode.core.ports import Chunk
 from polarnode.core.trajectory import VersionSpan
-from polarnode.gateway.call_events import (
+from polarnode.gateway.exchange import (
+    SESSION_OVER_FAULT,
     Break,
     ChunkProduced,
     ClientLeft,
     CountRefusal,
     EndStream,
     EngineFailed,
+    Exchange,
     KeepResponse,
     Quiet,
     RecordTurn,
@@ -45,7 +47,6 @@ from polarnode.gateway.call_events import (
     SessionEnded,
     StartGeneration,
 )
-from polarnode.gateway.machine import SESSION_OVER_FAULT, Exchange
 from polarnode.gateway.sample import Sample
 from polarnode.providers.contract import Dialect, Fault, Reply
 from polarnode.tokens.parser import Parser
@@ -347,7 +348,7 @@ def test_disconnect_before_render_leaves_nothing() -> None:
     scene = ExchangeScene()
     scene.play((ClientLeft(at=12.0), []), (rendered(), []))
     assert scene.lineages.plan(HI).reason == "first"
-    assert Exchange(scene.terms).receive(ClientLeft(at=1.0)) == []
+    assert Exchange(scene.settings).receive(ClientLeft(at=1.0)) == []
 
 
 def test_nothing_attaches_to_unsampled_turn() -> None:
@@ -394,7 +395,7 @@ def test_engine_abort_is_partial_turn() -> None:
 def test_events_out_of_order_are_refused() -> None:
     """An exchange that was asked nothing refuses to go on."""
     with pytest.raises(ValueError, match="is planned before"):
-        Exchange(ExchangeScene().terms).receive(rendered())
+        Exchange(ExchangeScene().settings).receive(rendered())
     with pytest.raises(ValueError, match="rendered before"):
         ExchangeScene().exchange.receive(chunk("x"))
 

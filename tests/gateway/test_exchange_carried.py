@@ -12,7 +12,7 @@ from polarnode.core.arrays import RoutedExperts, TopLogprobs, floats, ids
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import GenerateOrder
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import (
+from polarnode.gateway.exchange import (
     ClientLeft,
     Command,
     EndStream,

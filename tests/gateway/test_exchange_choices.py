@@ -45,7 +45,10 @@ from polarnode.core.conversation import (
 from polarnode.core.errors import EngineError, Refused
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import VersionSpan
-from polarnode.gateway.call_events import (
+from polarnode.gateway.exchange import (
+    CANCELLED_FAULT,
+    EMPTY_ANSWER,
+    SESSION_OVER_FAULT,
     Break,
     ClientLeft,
     Command,
@@ -55,6 +58,7 @@ from polarnode.gateway.call_events import (
     CutCall,
     EndStream,
     EngineFailed,
+    Exchange,
     KeepResponse,
     RecordTurn,
     Render,
@@ -64,15 +68,9 @@ from polarnode.gateway.call_events import (
     SessionEnded,
     StartGeneration,
     UndeliveredResponse,
-)
-from polarnode.gateway.machine import (
-    CANCELLED_FAULT,
-    SESSION_OVER_FAULT,
-    Exchange,
-    enforceable_request,
     render_cached_response,
-    render_empty_response,
 )
+from polarnode.gateway.model_requests import enforceable_request
 from polarnode.gateway.sample import request_ids
 from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
@@ -427,7 +425,7 @@ def test_cached_answer_rendered_part_for_part() -> None:
 
 def test_empty_answer_has_all_choices() -> None:
     """The empty answer has as many choices as were asked for."""
-    (streamed, _) = render_empty_response(LINES, a_call(stream=True, choices=2))
+    _, (_, streamed, _) = requested(generate=False, choices=2)
     assert isinstance(streamed, Send)
     assert streamed.data == b"start 0 0\nend stop stop 0+0\n"
 
@@ -448,13 +446,15 @@ def requested(
     *,
     stream: bool = True,
     generate: bool = True,
+    choices: int = 1,
     refusal: Fault | None = None,
     undelivered: UndeliveredResponse | CutCall | None = None,
 ) -> tuple[Exchange, list[Command]]:
     """An exchange and what it makes of its request."""
-    terms = ExchangeScene(LINES, stream=stream).terms
-    call = evolve(terms.call, request=evolve(terms.call.request, generate=generate))
-    exchange = Exchange(evolve(terms, call=call))
+    scene = ExchangeScene(LINES, stream=stream, choices=choices)
+    call = scene.settings.call
+    call = evolve(call, request=evolve(call.request, generate=generate))
+    exchange = Exchange(evolve(scene.settings, call=call))
     event = RequestReceived(at=10.0, wall=1000.0, refusal=refusal, undelivered=undelivered)
     return exchange, exchange.receive(event)
 
@@ -476,7 +476,7 @@ def test_unaccepted_plan_is_abandoned() -> None:
     def refuse(plan: Plan, conversation: Conversation) -> None:
         raise Refused("not this one")
 
-    exchange = Exchange(evolve(scene.terms, check_plan=refuse))
+    exchange = Exchange(evolve(scene.settings, check_plan=refuse))
     counted, reply = exchange.receive(RequestReceived(at=10.0, wall=1000.0))
     assert counted == CountRefusal(Fault(kind="bad_request", message="not this one"))
     assert isinstance(reply, Reply)
@@ -489,7 +489,7 @@ def test_unaccepted_plan_is_abandoned() -> None:
 def test_undelivered_response_sent_without_engine(stream: bool, refusal: Fault | None) -> None:
     """An undelivered response is sent again without the engine, whatever budget is spent."""
     exchange, commands = requested(stream=stream, refusal=refusal, undelivered=cached())
-    again = cached().call(exchange.terms.call.request)
+    again = cached().call(exchange.settings.call.request)
     assert (again.id, again.created, again.signature) == ("earlier", 7, "signed")
     sent = render_cached_response(LINES, again, cached().answers, cached().usage)
     assert commands == [CountReplay(), *sent]
@@ -504,8 +504,9 @@ def test_prewarm_is_answered_empty_and_counted(
 ) -> None:
     """A request that generates nothing is answered empty and counted."""
     exchange, commands = requested(generate=False, refusal=refusal, undelivered=undelivered)
-    call = exchange.terms.call
-    assert commands == [CountPrewarm(call), *render_empty_response(LINES, call)]
+    call = exchange.settings.call
+    empty = render_cached_response(LINES, call, [EMPTY_ANSWER], Usage())
+    assert commands == [CountPrewarm(call), *empty]
     assert exchange.over
 
 

@@ -16,17 +16,17 @@ from polarnode.core.conversation import Conversation, Message
 from polarnode.core.errors import EngineError
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.call_events import (
+from polarnode.gateway.exchange import (
     ClientLeft,
     CutCall,
     EndStream,
     EngineFailed,
     KeepResponse,
-    PromptRendered,
     RecordTurn,
     Send,
     StartGeneration,
 )
+from polarnode.gateway.sample import PromptRendered
 from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build, prompt_ids
 from polarnode.merge.invariants import check

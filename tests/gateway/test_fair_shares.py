@@ -194,7 +194,7 @@ async def test_prompts_in_progress_share_memory(monkeypatch: pytest.MonkeyPatch)
         assert second.status == 429
         assert b"of 300 tokens: send it again" in second.body
         assert [value for name, value in second.sent[0]["headers"] if name == b"retry-after"] == [b"1"]
-        assert here.s1.counters.refusals == {"overloaded": 1}
+        assert here.s1.budget.counters.refusals == {"overloaded": 1}
         engine.give("hello", finish="stop")
     assert first.status == 200
     async with trio.open_nursery() as nursery:  # the first has gone, and its place with it

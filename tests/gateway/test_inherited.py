@@ -15,7 +15,7 @@ from tokens_kit import model
 from polarnode.core.arrays import TopLogprobs, ids
 from polarnode.core.task import BuilderSpec
 from polarnode.core.trajectory import Turn
-from polarnode.gateway.inherited import recorded_chunk
+from polarnode.gateway.fork_inheritance import recorded_chunk
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 
@@ -75,9 +75,9 @@ def forked(
     turns: list[Turn] = []
     ended: Ended = []
     session = new_session(name, turns=turns, **budgets)
-    session.inherit_answers(
-        [each for each in parent if each.index <= turn], turn, lambda *end: ended.append(end)
-    )
+    recorded = [each for each in parent if each.index <= turn]
+    references = session.lineages.references
+    session.inherited.replay(recorded, turn, references, lambda *end: ended.append(end))
     here.plane.sessions.add(session)
     return turns, ended
 
@@ -216,13 +216,13 @@ async def test_budgets_count_inherited_figures_do_not() -> None:
     session = here.plane.sessions.by_key("key-s2")
     assert session is not None
     own = len(turns[2].sampled)
-    assert (session.counters.turns, session.counters.sampled_tokens) == (3, own)
-    assert session.counters.inherited_tokens == sum(len(turn.sampled) for turn in here.turns[:2])
-    assert session.tally.sampled_tokens.total() == own
+    assert (session.budget.counters.turns, session.budget.counters.sampled_tokens) == (3, own)
+    assert session.budget.counters.inherited_tokens == sum(len(turn.sampled) for turn in here.turns[:2])
+    assert session.budget.tally.sampled_tokens.total() == own
     fault = session.refusal()
     assert fault is not None
     assert "3 turns" in fault.message
-    assert new_session("s9", max_tokens=10).token_room == 10
+    assert new_session("s9", max_tokens=10).budget.token_room == 10
 
 
 async def test_streamed_answer_is_inherited() -> None:

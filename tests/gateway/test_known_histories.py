@@ -2,7 +2,7 @@
 
 from random import Random
 
-from polarnode.gateway.known_histories import (
+from polarnode.gateway.earlier_requests import (
     MAX_HISTORIES,
     MAX_NEW_BYTES,
     MAX_READ_S,

@@ -14,7 +14,7 @@ from polarnode.core.errors import InvariantViolated
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, TurnState
 from polarnode.gateway import live_sessions
-from polarnode.gateway.live_sessions import SAMPLES, LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import SAMPLES, LiveSession, LiveSessions, SessionBudget
 from polarnode.merge.lineage import Lineages
 from polarnode.providers.contract import Fault
 
@@ -27,7 +27,7 @@ def new_session(
         key=key,
         lineages=Lineages(session_id=session_id, secret=b"secret"),
         sampling=Sampling(),
-        budgets=Budgets(**budgets),
+        budget=SessionBudget(Budgets(**budgets)),
         record=record or (lambda turn: None),
     )
 
@@ -64,7 +64,7 @@ def test_turn_committed_before_journal() -> None:
     turn = new_turn(session)
     session.commit(turn)
     assert seen == [(turn, 1)]
-    assert (session.counters.turns, session.counters.sampled_tokens) == (1, 3)
+    assert (session.budget.counters.turns, session.budget.counters.sampled_tokens) == (1, 3)
 
 
 def test_unplanned_turn_reaches_no_journal() -> None:
@@ -83,7 +83,7 @@ async def test_turn_budget_counts_running_not_failed() -> None:
     session.commit(new_turn(session, state="failed"))
     session.commit(new_turn(session))
     assert session.refusal() is None
-    with session.call(trio.CancelScope()):
+    with session.calls.enter(trio.CancelScope()):
         await trio.lowlevel.checkpoint()
         fault = session.refusal()
         assert fault is not None
@@ -96,50 +96,50 @@ async def test_several_samples_need_room_for_all() -> None:
     """A call of several samples needs room for all of them."""
     session = new_session(max_turns=3)
     assert session.refusal(samples=3) is None
-    with session.call(trio.CancelScope(), samples=2):
+    with session.calls.enter(trio.CancelScope(), samples=2):
         await trio.lowlevel.checkpoint()
-        assert session.in_flight == 1
+        assert session.calls.count == 1
         assert session.refusal() is None
         fault = session.refusal(samples=2)
         assert fault is not None
-        session.refused(fault, samples=2)
-    assert session.spent_clock == "turns"
+        session.budget.count_refusal(fault, samples=2)
+    assert session.budget.spent_clock == "turns"
     assert session.refusal(samples=3) is None
 
 
 def test_token_budget_is_room_until_spent() -> None:
     session = new_session(max_tokens=5)
-    assert session.token_room == 5
+    assert session.budget.token_room == 5
     session.commit(new_turn(session))
-    assert (session.token_room, session.refusal()) == (2, None)
+    assert (session.budget.token_room, session.refusal()) == (2, None)
     session.commit(new_turn(session))
-    assert session.token_room == 0
+    assert session.budget.token_room == 0
     assert session.refusal() is not None
-    assert new_session().token_room is None
+    assert new_session().budget.token_room is None
 
 
 def test_first_budget_refusal_names_clock() -> None:
     """The first refusal for a budget is reported once and names the clock."""
     spent_clocks: list[str] = []
     session = new_session(max_tokens=3)
-    session.on_spent = lambda: spent_clocks.append(str(session.spent_clock))
+    session.budget.on_spent = lambda: spent_clocks.append(str(session.budget.spent_clock))
     session.commit(new_turn(session))
     # a session that stops by itself in time has spent nothing
-    assert (session.spent_clock, spent_clocks) == (None, [])
+    assert (session.budget.spent_clock, spent_clocks) == (None, [])
     for _ in range(2):
         fault = session.refusal()
         assert fault is not None
-        session.refused(fault)
-    assert (session.spent_clock, spent_clocks) == ("tokens", ["tokens"])
+        session.budget.count_refusal(fault)
+    assert (session.budget.spent_clock, spent_clocks) == ("tokens", ["tokens"])
 
 
 def test_other_refusals_spend_no_budget() -> None:
     """Other refusals are counted and spend nothing."""
     session = new_session()
-    session.refused(Fault(kind="bad_request", message="no"))
-    session.refused(Fault(kind="bad_request", message="no"))
+    session.budget.count_refusal(Fault(kind="bad_request", message="no"))
+    session.budget.count_refusal(Fault(kind="bad_request", message="no"))
     session.commit(new_turn(session, state="partial"))
-    assert session.spent_clock is None
+    assert session.budget.spent_clock is None
     counts = {
         "turns": 1,
         "failed_turns": 0,
@@ -158,16 +158,16 @@ async def test_concurrent_samples_are_bounded() -> None:
     session = new_session()
     with ExitStack() as calls:
         for _ in range(SAMPLES // 8 - 1):
-            calls.enter_context(session.call(trio.CancelScope(), samples=8))
+            calls.enter_context(session.calls.enter(trio.CancelScope(), samples=8))
         assert session.refusal(samples=8) is None
         fault = session.refusal(samples=9)
         assert fault is not None
         assert (fault.kind, fault.retry_after_s) == ("overloaded", 1)
-        session.budgets = Budgets(max_turns=1)
+        session.budget.limits = Budgets(max_turns=1)
         spent = session.refusal(samples=9)
         assert spent is not None
         assert spent.kind == "budget_spent", "waiting would not help"
-        session.budgets = Budgets()
+        session.budget.limits = Budgets()
     assert session.refusal(samples=SAMPLES) is None
 
 
@@ -184,7 +184,7 @@ async def test_close_waits_for_calls_to_record(nursery: trio.Nursery) -> None:
     recorded: list[str] = []
 
     async def call(name: str) -> None:
-        with session.call(trio.CancelScope()):
+        with session.calls.enter(trio.CancelScope()):
             try:
                 await trio.sleep_forever()
             finally:
@@ -193,10 +193,10 @@ async def test_close_waits_for_calls_to_record(nursery: trio.Nursery) -> None:
     for name in "abc":
         nursery.start_soon(call, name)
     await trio.testing.wait_all_tasks_blocked()
-    assert session.in_flight == 3
+    assert session.calls.count == 3
     await session.close()
     assert sorted(recorded) == ["a", "b", "c"]
-    assert session.in_flight == 0
+    assert session.calls.count == 0
     fault = session.refusal()
     assert fault is not None
     assert fault.kind == "session_over"
@@ -208,7 +208,7 @@ async def test_closed_session_call_ends_at_wait() -> None:
     session = new_session()
     await session.close()
     scope = trio.CancelScope()
-    with session.call(scope):
+    with session.calls.enter(scope):
         await trio.sleep_forever()
     assert scope.cancelled_caught
 
@@ -221,7 +221,7 @@ async def test_close_is_bounded_names_losses(
 
     async def deaf() -> None:
         with (
-            session.call(trio.CancelScope()),
+            session.calls.enter(trio.CancelScope()),
             trio.CancelScope(shield=True, deadline=trio.current_time() + 60),
         ):
             await trio.sleep_forever()
@@ -244,7 +244,7 @@ async def test_cancelled_close_still_waits(
     recorded: list[float] = []
 
     async def slow_to_record() -> None:
-        with session.call(trio.CancelScope()):
+        with session.calls.enter(trio.CancelScope()):
             try:
                 await trio.sleep_forever()
             finally:
@@ -267,7 +267,7 @@ def test_parent_key_opens_its_copy_alone() -> None:
     """A parent's key opens the endpoint of its own copy alone."""
     sessions = LiveSessions()
     parent, copy = new_session(), new_session(session_id="copy", key="own")
-    copy.parent_key = "key"
+    copy.inherited.parent_key = "key"
     sessions.add(parent)
     sessions.add(copy)
     assert sessions.find_at_endpoint("s", ["key"]) is parent
@@ -313,7 +313,7 @@ async def test_statistics_count_running_calls() -> None:
     session = new_session()
     sessions.add(session)
     sessions.remove(new_session(key="never added"))
-    with session.call(trio.CancelScope()):
+    with session.calls.enter(trio.CancelScope()):
         await trio.lowlevel.checkpoint()
         found = sessions.statistics()
     assert (found.live, found.in_flight, found.ended) == (1, 1, 0)

@@ -34,9 +34,9 @@ from tokens_kit import model
 from polarnode.core.conversation import Sampling
 from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
-from polarnode.gateway import endpoint
+from polarnode.gateway import model_requests
 from polarnode.gateway.call import MAX_INLINE_CHARS, MAX_OUTBOX_COMMANDS, KeepAlivePacing
-from polarnode.http.connections import DEPARTURE_KEY, WRITES, ClientDeparture, ConnectionWrites
+from polarnode.http.connections import Head
 
 VOCAB = model().tokenizer.vocab_size
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -237,7 +237,7 @@ async def test_malformed_request_names_field_path() -> None:
             )
     assert chat_error.value.param == "messages[0].content[0]"
     assert "messages[0] has an unknown 'role'" in str(messages_error.value)
-    assert here.s1.counters.refusals == {"bad_request": 2}
+    assert here.s1.budget.counters.refusals == {"bad_request": 2}
     assert here.s1.lineages.turns == ()
 
 
@@ -251,8 +251,8 @@ async def test_deeply_nested_tools_are_refused() -> None:
     asgi = AsgiClient()
     await asgi.request(here.app, CHAT, chat_body(tools=[tool]))
     assert (asgi.status, json.loads(asgi.body)["error"]["param"]) == (400, "tools")
-    assert here.s1.counters.refusals == {"bad_request": 1}
-    assert here.s1.in_flight == 0
+    assert here.s1.budget.counters.refusals == {"bad_request": 1}
+    assert here.s1.calls.count == 0
 
 
 async def test_long_context_refused_without_turn() -> None:
@@ -275,7 +275,7 @@ async def test_long_context_refused_without_turn() -> None:
             await ask_messages(
                 base, lambda client: client.messages.create(model="m", max_tokens=9, messages=long)
             )
-    assert here.s1.counters.refusals == {"context_too_long": 3}
+    assert here.s1.budget.counters.refusals == {"context_too_long": 3}
     assert here.turns == []
 
 
@@ -293,7 +293,7 @@ async def test_engine_smaller_than_configured_context() -> None:
 async def test_spent_turns_end_the_session() -> None:
     spent: list[bool] = []
     here = stage(scripted("x"), max_turns=1)
-    here.s1.on_spent = lambda: spent.append(True)
+    here.s1.budget.on_spent = lambda: spent.append(True)
 
     def ask(client: openai.OpenAI) -> None:
         for _ in range(2):
@@ -302,14 +302,14 @@ async def test_spent_turns_end_the_session() -> None:
     async with served(here.app) as base:
         with pytest.raises(openai.BadRequestError, match="budget of 1 turns"):
             await ask_chat(base, ask, retries=3)
-    assert (len(here.turns), spent, here.s1.spent_clock) == (1, [True], "turns")
+    assert (len(here.turns), spent, here.s1.budget.spent_clock) == (1, [True], "turns")
 
 
 # over the bytes of a body; over the letters of the context; over the tokens of the context
 @pytest.mark.parametrize("letters", [400_000, 20_000, 5_000])
 async def test_long_request_is_too_long(monkeypatch: pytest.MonkeyPatch, letters: int) -> None:
     """A long request is answered as a long context in both dialects."""
-    monkeypatch.setattr(endpoint, "MAX_IMAGES_BYTES", 50_000)
+    monkeypatch.setattr(model_requests, "MAX_IMAGES_BYTES", 50_000)
     here = stage(scripted("x"), context=1000)
     long: Any = [{"role": "user", "content": "xy" * (letters // 2)}]
     async with served(here.app) as base:
@@ -479,20 +479,17 @@ async def test_stalled_reader_holds_up_nobody(
     """Neither the end of its session, which must record what was sampled, nor its own record."""
     engine = HandEngine()
     here = stage(engine)
-    asgi = AsgiClient()
     stuck = trio.Event()
 
-    async def deaf_send(message: Any) -> None:
-        asgi.sent.append(message)
-        if len(asgi.sent) > 1:
-            with trio.CancelScope(shield=True):  # as Hypercorn sends
-                await stuck.wait()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await here.app(scope, receive, deaf_send)
+    class DeafClient(AsgiClient):
+        async def write(self, head: Head | None, data: bytes, *, end: bool) -> bool:
+            if self.sent:
+                with trio.CancelScope(shield=True):  # as Hypercorn sends
+                    await stuck.wait()
+            return await super().write(head, data, end=end)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(asgi.request, app, CHAT, chat_body(stream=True))
+        nursery.start_soon(DeafClient().request, here.app, CHAT, chat_body(stream=True))
         for _ in range(MAX_OUTBOX_COMMANDS + 5):
             engine.give("word ")
         await trio.sleep(5)
@@ -606,9 +603,9 @@ async def test_session_close_cuts_streams(
         await trio.sleep(0.1)
         nursery.start_soon(whole.request, here.app, CHAT, chat_body(text="other"))
         await trio.sleep(0.1)
-        assert here.s1.in_flight == 2
+        assert here.s1.calls.count == 2
         await here.s1.close()
-        assert (here.s1.in_flight, engine.running) == (0, 0)
+        assert (here.s1.calls.count, engine.running) == (0, 0)
     assert [(turn.state, turn.finish_reason) for turn in sorted(here.turns, key=lambda turn: turn.index)] == [
         ("partial", "abort")
     ] * 2
@@ -724,7 +721,7 @@ async def test_cancelled_node_records_partial_turn(autojump_clock: trio.testing.
     with trio.move_on_after(3):
         await asgi.request(here.app, CHAT, chat_body(stream=True))
     assert [(turn.state, list(turn.sampled)) for turn in here.turns] == [("partial", spelled("Half a "))]
-    assert (engine.running, here.s1.in_flight) == (0, 0)
+    assert (engine.running, here.s1.calls.count) == (0, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -754,23 +751,8 @@ async def test_disconnect_while_body_was_read() -> None:
     """A client that left while its body was read is never generated for."""
     engine = HandEngine()
     here = stage(engine)
-    departure = ClientDeparture(left=True)
-    scope: Any = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": CHAT,
-        "query_string": b"",
-        "headers": [(b"authorization", b"Bearer key-s1")],
-        "state": {WRITES: ConnectionWrites(broken=True), DEPARTURE_KEY: departure},
-    }
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": chat_body(), "more_body": False}
-
-    async def send(message: Any) -> None:
-        raise AssertionError(f"nobody is there for {message}")
-
+    gone = AsgiClient()
+    gone.departure.note()
     with trio.fail_after(30):
-        await here.app(scope, receive, send)
-    assert (engine.orders, here.turns, departure.then) == ([], [], None)
+        await gone.request(here.app, CHAT, chat_body())
+    assert (engine.orders, here.turns, gone.sent, gone.departure.then) == ([], [], [], None)

@@ -23,7 +23,7 @@ from polarnode.core.errors import EngineError
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.task import BuilderSpec
 from polarnode.gateway.call import IncomingCall
-from polarnode.gateway.machine import resumable
+from polarnode.gateway.exchange import resumable
 from polarnode.merge.attach import Plan
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
@@ -82,15 +82,15 @@ async def test_call_held_between_render_and_engine(
 
     async def hold(plan: Plan, request: ModelRequest) -> None:
         text = request.conversation.messages[-1].text
-        held.append((plan.index, text, here.s1.in_flight, len(engine.orders)))
+        held.append((plan.index, text, here.s1.calls.count, len(engine.orders)))
         await trio.sleep(5)
 
-    here.s1.on_held = hold
+    here.s1.before_generation = hold
     began = trio.current_time()
     await ask(here.app, CHAT, body())
     assert trio.current_time() - began >= 5
     await ask(here.app, CHAT, b'{"model": "m"}')
-    here.s1.on_held = None
+    here.s1.before_generation = None
     await ask(here.app, CHAT, body())
     assert held == [(0, "hi", 1, 0)], "a refused request is not held, nor one of a session without a hook"
     assert len(here.turns) == 2
@@ -169,7 +169,7 @@ async def test_budgets_count_each_choice(autojump_clock: trio.testing.MockClock)
     here = stage(scripted("One.", "Two."), max_turns=3)
     assert (await ask(here.app, CHAT, body(n=2))).status == 200
     assert (await ask(here.app, CHAT, body(n=2, seed=1))).status == 400
-    assert (here.s1.spent_clock, len(here.turns)) == ("turns", 2)
+    assert (here.s1.budget.spent_clock, len(here.turns)) == ("turns", 2)
 
 
 async def test_session_close_cuts_every_choice(autojump_clock: trio.testing.MockClock) -> None:
@@ -376,7 +376,7 @@ async def test_spent_budget_is_refused_per_dialect(
         asgi = await ask(here.app, path, json.dumps({"model": "m", "stream": stream} | asked).encode())
         assert asgi.status == status
         assert f"budget of 1 {budget[4:]}" in json.loads(asgi.body)["error"]["message"]
-    assert here.s1.spent_clock == budget[4:]
+    assert here.s1.budget.spent_clock == budget[4:]
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, GEMINI])

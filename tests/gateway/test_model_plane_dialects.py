@@ -296,7 +296,7 @@ async def test_parallel_calls_run_together(autojump_clock: trio.testing.MockCloc
         for text in ("one", "two", "three"):
             nursery.start_soon(Client().ask, here, api.asks(stream=True, text=text))
         await trio.sleep(1)
-        assert (len(engine.orders), here.s1.in_flight) == (3, 3)
+        assert (len(engine.orders), here.s1.calls.count) == (3, 3)
         release.set()
     assert len({turn.lineage for turn in here.turns}) == 3
 

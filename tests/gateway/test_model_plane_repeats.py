@@ -115,7 +115,7 @@ async def test_same_call_and_result_is_refused(autojump_clock: trio.testing.Mock
     # what is written beside the call does not matter
     here = stage(scripted(*(a_look(text=f"Once more, {n}. ") for n in range(9))), max_repeats=3)
     answered, error = await until_refused(here, path, "a line")
-    assert (answered, here.s1.spent_clock) == (3, "repeats")
+    assert (answered, here.s1.budget.spent_clock) == (3, "repeats")
     assert "its budget of 3 equal turns in a row: stop" in error["message"]
     assert here.s1.metrics()["refusals"] == {"budget_spent": 1}
 
@@ -125,7 +125,7 @@ async def test_same_error_refused_whatever_called(autojump_clock: trio.testing.M
     """The same error is refused, whatever was called."""
     here = stage(scripted(*(a_look(f"{n}.txt") for n in range(9))), max_repeats=4)
     answered, _ = await until_refused(here, path, "a line", MISSING)
-    assert (answered, here.s1.spent_clock) == (5, "repeats")
+    assert (answered, here.s1.budget.spent_clock) == (5, "repeats")
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
@@ -136,7 +136,7 @@ async def test_other_calls_same_result_are_answered(
     """Other calls with the same harmless result are answered."""
     here = stage(scripted(*(a_look(f"{n}.txt") for n in range(9))), max_repeats=2)
     assert await until_refused(here, path, result) == (9, {})
-    assert here.s1.spent_clock is None
+    assert here.s1.budget.spent_clock is None
 
 
 async def test_loop_without_budget_goes_on(autojump_clock: trio.testing.MockClock) -> None:
@@ -168,7 +168,7 @@ async def test_initial_history_does_not_count(
 async def test_one_looping_agent_ends_run(autojump_clock: trio.testing.MockClock) -> None:
     here = stage(scripted(a_look()), max_repeats=2)
     spent: list[str | None] = []
-    here.s1.on_spent = lambda: spent.append(here.s1.spent_clock)
+    here.s1.budget.on_spent = lambda: spent.append(here.s1.budget.spent_clock)
     assert (await until_refused(here, CHAT, MISSING))[0] == 2
     # another conversation of the session, and the same again
     assert [(await until_refused(here, path, "a line"))[0] for path in DIALECTS] == [0] * 4

@@ -12,7 +12,7 @@ import trio.testing
 from plane_kit import AsgiClient, HandEngine, Stage, new_session, prompts, spelled, stage
 
 from polarnode.core.errors import EngineError, EngineRefusal
-from polarnode.gateway.call_events import MAX_FREE_REPEATS
+from polarnode.gateway.exchange import MAX_FREE_REPEATS
 from polarnode.gateway.live_sessions import MAX_TWIN_WAIT_S
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -396,7 +396,7 @@ async def test_repeated_drops_cost_one_turn(
     assert b"loaf." in answer.body
     assert [turn.parent for turn in here.turns] == [None, None, 1, 1, 3]
     assert [turn.reason for turn in here.turns[2:]] == ["resumed"] * 3
-    assert here.s1.counters.charged == 1
+    assert here.s1.budget.counters.charged == 1
     assert b"budget" in (await ask(here, path, asked)).body
 
 
@@ -411,7 +411,7 @@ async def test_endless_drops_spend_budget(
     for _ in range(MAX_FREE_REPEATS + 9):
         await cut(here, engine, body(**said))
     assert len(here.turns) == turns
-    assert here.s1.spent_clock == "turns"
+    assert here.s1.budget.spent_clock == "turns"
 
 
 async def test_next_turn_after_drop_fits_budget(
@@ -528,7 +528,7 @@ async def test_retry_in_other_form_resumes(
     assert (two.kind, two.reason, two.parent) == ("continue", "resumed", 0)
     before, after = prompts(engine.orders)
     assert after == before + list(one.sampled)
-    assert (here.s1.counters.charged, here.s1.metrics()["replayed"]) == (1, 1)
+    assert (here.s1.budget.counters.charged, here.s1.metrics()["replayed"]) == (1, 1)
     # it was delivered: the next one is another turn
     assert "budget of 1 turns" in (await ask(here, there, asked)).body.decode()
 
@@ -565,7 +565,7 @@ async def test_drop_exactly_at_the_budget(
     said = {CHAT: b'"length"', MESSAGES: b'"max_tokens"', RESPONSES: b'"incomplete"'}
     assert said.get(path, b'"MAX_TOKENS"') in again.body
     (turn,) = here.turns
-    assert (turn.state, turn.finish_reason, here.s1.token_room) == ("complete", "length", 0)
+    assert (turn.state, turn.finish_reason, here.s1.budget.token_room) == ("complete", "length", 0)
     assert (here.s1.metrics()["partial_turns"], len(engine.orders)) == (0, 1)
     assert b"budget of" in (await ask(here, there, body(path, "other", stream=stream))).body
 
@@ -606,7 +606,7 @@ async def test_restored_session_keeps_spent_budget(
             engine.channel = trio.open_memory_channel[Any](100)
             engine.give("}", "<|im_end|>", finish="stop")
             assert (await ask(here, CHAT, body(text=text, **said))).status == 200
-    ran, restored = here.s1.counters, new_session("again")
+    ran, restored = here.s1.budget.counters, new_session("again")
     assert ran.charged == 6
     restored.begin_with(here.turns, here.s1.lineages, inherited=0)
-    assert (restored.counters.charged, restored.counters.turns) == (ran.charged, ran.turns)
+    assert (restored.budget.counters.charged, restored.budget.counters.turns) == (ran.charged, ran.turns)

@@ -14,7 +14,7 @@ from polarnode.core.conversation import (
     Tool,
     ToolCall,
 )
-from polarnode.gateway.request_key import request_key
+from polarnode.gateway.model_requests import request_key
 
 CALL = ToolCall(id="1", name="look", arguments="{}")
 MESSAGES = (

@@ -7,7 +7,7 @@ import pytest
 
 from polarnode.core.conversation import Constraint, Conversation, Message, Tool, ToolCall
 from polarnode.core.errors import ContextTooLong, Refused
-from polarnode.gateway.endpoint import (
+from polarnode.gateway.model_requests import (
     BODY_BYTES,
     CHARS_PER_TOKEN,
     MARKS,

@@ -14,8 +14,8 @@ from test_model_plane_repeats import CHAT, DIALECTS, GEMINI, MESSAGES, RESPONSES
 
 from polarnode.core.conversation import Conversation
 from polarnode.core.errors import ForkError
+from polarnode.gateway.fork_inheritance import ResumedSession
 from polarnode.gateway.live_sessions import LiveSession
-from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.merge.lineage import Lineages
 from polarnode.providers.contract import RequestEnvelope
 from polarnode.providers.dialect import route
@@ -86,7 +86,7 @@ async def forked(path: str) -> Forked:
     fork = new_session("s1")
     fork.key = "key-fork"
     fork.lineages = Lineages.restore(session_id="s1", secret=b"secret", turns=turns[:TURN])
-    fork.resumed = ResumedSession(
+    fork.inherited.resumed = ResumedSession(
         parent="s1",
         turn=TURN,
         before_key=turns[TURN].before_key,
@@ -94,7 +94,7 @@ async def forked(path: str) -> Forked:
     )
     asker.here.plane.sessions.add(fork)
     found = Forked(asker, engine, fork, histories)
-    fork.on_spent = lambda: found.ended.append(None)
+    fork.budget.on_spent = lambda: found.ended.append(None)
     return found
 
 
@@ -122,8 +122,8 @@ async def test_resumed_prompt_is_the_recorded_one(autojump_clock: trio.testing.M
     again = prompts(found.engine.orders)[-1]
     assert again[: len(recorded) + len(sampled)] == [*recorded, *sampled]
     assert [turn.index for turn in found.fork.lineages.turns] == [0, 1, 2, 3]
-    assert found.fork.resumed is not None
-    assert (found.fork.resumed.fault(), found.ended) == (None, [])
+    assert found.fork.inherited.resumed is not None
+    assert (found.fork.inherited.resumed.fault(), found.ended) == (None, [])
 
 
 @pytest.mark.parametrize("path", list(DIALECTS))
@@ -131,8 +131,8 @@ async def test_two_markers_at_one_turn(autojump_clock: trio.testing.MockClock, p
     found = await forked(path)
     assert (await found.ask(marked(path, marked(path, found.histories[TURN])))).status == 200
     assert prompts(found.engine.orders)[-1] == prompts(found.engine.orders)[TURN]
-    assert found.fork.resumed is not None
-    assert found.fork.resumed.fault() is None
+    assert found.fork.inherited.resumed is not None
+    assert found.fork.inherited.resumed.fault() is None
 
 
 @pytest.mark.parametrize("path", [MESSAGES, GEMINI])
@@ -166,8 +166,8 @@ async def test_different_request_refused_without_sampling(
     assert len(found.engine.orders) == before
     assert [turn.index for turn in found.fork.lineages.turns] == [0, 1]
     assert found.ended
-    assert found.fork.resumed is not None
-    fault = found.fork.resumed.fault()
+    assert found.fork.inherited.resumed is not None
+    fault = found.fork.inherited.resumed.fault()
     assert isinstance(fault, ForkError)
     assert (fault.boundary, "turn 2 of session s1 cannot be forked" in str(fault)) == ("fork", True)
 
@@ -196,5 +196,5 @@ async def test_side_call_alone_is_no_fork(autojump_clock: trio.testing.MockClock
     beside = [{"role": "system", "content": title}, user(CHAT, RESUME_MARKER)]
     answer = await found.ask(beside, tools=[])
     assert answer.status == 200
-    assert found.fork.resumed is not None
-    assert isinstance(found.fork.resumed.fault(), ForkError)
+    assert found.fork.inherited.resumed is not None
+    assert isinstance(found.fork.inherited.resumed.fault(), ForkError)

@@ -7,7 +7,7 @@ from providers_kit import a_call
 
 from polarnode.core.conversation import Answer, TextPart, Usage
 from polarnode.gateway import live_sessions
-from polarnode.gateway.call_events import CutCall, UndeliveredResponse
+from polarnode.gateway.exchange import CutCall, UndeliveredResponse
 from polarnode.gateway.live_sessions import MAX_TWIN_WAIT_S, Retries, wait_ended
 
 

@@ -13,6 +13,7 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, Scope
 
 from polarnode.http import connections, server
 from polarnode.http.asgi import BodyBudget, header_map, read_body
+from polarnode.http.connections import DirectApp, ResponseWriter
 from polarnode.http.places import ConnectionSlots, Place, admit, slot_of
 from polarnode.http.server import Address, open_server
 
@@ -278,18 +279,15 @@ async def test_unread_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STALLED_MS", 300)
     ended = trio.Event()
 
-    async def flood(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def flood(scope: Scope, receive: ASGIReceiveCallable, response: ResponseWriter) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            while (await trio.lowlevel.checkpoint()) is None and not broken(scope):
-                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            taken = await response.write((200, []), b"", end=False)
+            while taken:
+                taken = await response.write(None, b"x" * 65536, end=False)
         finally:
             ended.set()
 
-    def broken(scope: Any) -> bool:
-        return bool(scope["state"][connections.WRITES].broken)
-
-    async with open_server(flood, ANYWHERE) as address, connected(address) as stream:
+    async with open_server(DirectApp(flood), ANYWHERE) as address, connected(address) as stream:
         await stream.send_all(GET % (b"", b""))
         with trio.fail_after(20):
             await ended.wait()

@@ -19,7 +19,8 @@ from quart_trio import QuartTrio
 
 from polarnode.core.errors import ConfigError
 from polarnode.http import connections, server
-from polarnode.http.asgi import ResponseSender, response_writer_of, writes_of
+from polarnode.http.asgi import ResponseSender
+from polarnode.http.connections import DirectApp, ResponseWriter
 from polarnode.http.server import Address, PatchedConnection, listening_socket, mend, open_server
 from polarnode.providers.contract import Reply
 
@@ -134,16 +135,16 @@ async def test_idle_timer_restarts_after_response(
 async def test_whole_response_is_one_write() -> None:
     writes: list[int] = []
 
-    async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def serve(scope: Scope, receive: ASGIReceiveCallable, response: ResponseWriter) -> None:
         assert scope["type"] == "http"
-        responder = ResponseSender(send, "1", writes_of(scope), response_writer_of(scope))
+        assert isinstance(response, connections.Stream)
+        responder = ResponseSender(response, "1")
         body = b"ok" if scope["path"] == "/" else b""
         await responder.reply(Reply(status=200, headers=(("content-type", "text/plain"),), body=body))
         assert responder.delivered
-        assert responder.connection is not None
-        writes.append(responder.connection.writes)
+        writes.append(response.protocol.writes.writes)
 
-    async with open_server(app, ANYWHERE) as address, connected(address) as stream:
+    async with open_server(DirectApp(serve), ANYWHERE) as address, connected(address) as stream:
         with trio.fail_after(10):
             for path, end in ((b"/", b"\r\n\r\nok"), (b"/empty", b"\r\n\r\n"), (b"/", b"\r\n\r\nok")):
                 await stream.send_all(GET % path)
@@ -159,17 +160,16 @@ async def test_stream_end_confirms_last_bytes() -> None:
     """The last bytes of a stream leave with its end, and are known to be delivered."""
     found: list[tuple[int, bool]] = []
 
-    async def app(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        assert scope["type"] == "http"
-        responder = ResponseSender(send, "1", writes_of(scope), response_writer_of(scope))
-        assert responder.connection is not None
+    async def serve(scope: Scope, receive: ASGIReceiveCallable, response: ResponseWriter) -> None:
+        assert isinstance(response, connections.Stream)
+        responder, taken = ResponseSender(response, "1"), response.protocol.writes
         await responder.stream(b"first ", "text/plain")
-        before = responder.connection.writes
+        before = taken.writes
         await responder.stream(b"last", "text/plain", last=True)
         await responder.end()
-        found.append((responder.connection.writes - before, responder.delivered))
+        found.append((taken.writes - before, responder.delivered))
 
-    async with open_server(app, ANYWHERE) as address, connected(address) as stream:
+    async with open_server(DirectApp(serve), ANYWHERE) as address, connected(address) as stream:
         await stream.send_all(CLOSE)
         with trio.fail_after(10):
             assert (await read_to_end(stream)).endswith(b"6\r\nfirst \r\n4\r\nlast\r\n0\r\n\r\n")

@@ -32,6 +32,7 @@ from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import CaptureEndpoint, ModelPlane
 from polarnode.gateway.live_sessions import LiveSessions
 from polarnode.gateway.recordings import Recordings
+from polarnode.http.connections import DirectApp
 from polarnode.http.server import Certificate, open_server
 from polarnode.integrations.polar.extension import polar_extension
 from polarnode.journal.journal import Journal, open_journal
@@ -107,7 +108,9 @@ async def open_capture_node(
     async with (
         open_journal(folder / "journal.sqlite", now=lambda: 1.0) as journal,
         open_server(
-            CaptureEndpoint(plane, public=certificate is not None), ANYWHERE, certificate=certificate
+            DirectApp(CaptureEndpoint(plane, public=certificate is not None).serve),
+            ANYWHERE,
+            certificate=certificate,
         ) as door,
     ):
         runtimes: Any = MemoryRuntimes()  # held to the same contract as the real ones

@@ -21,12 +21,13 @@ from polarnode.core.conversation import (
 )
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, VersionSpan
-from polarnode.gateway.call_events import (
+from polarnode.gateway.exchange import (
     ChunkProduced,
     Command,
     CutCall,
     Event,
-    PromptRendered,
+    Exchange,
+    ExchangeSettings,
     RecordTurn,
     Render,
     RequestReceived,
@@ -34,7 +35,7 @@ from polarnode.gateway.call_events import (
     StartGeneration,
     UndeliveredResponse,
 )
-from polarnode.gateway.machine import Exchange, ExchangeSettings
+from polarnode.gateway.sample import PromptRendered
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import CallExtras
@@ -173,7 +174,7 @@ class ExchangeScene:
         settings = {"sampling": said.pop("task", Sampling()), "context_length": 100, "token_room": None}
         settings |= {name: said.pop(name) for name in ("context_length", "token_room") if name in said}
         self.asks = self.request(**said)
-        self.terms = ExchangeSettings(
+        self.settings = ExchangeSettings(
             session_id="s",
             dialect=dialect,
             call=evolve(a_call(), id=REQUEST_ID, request=self.asks),
@@ -196,11 +197,11 @@ class ExchangeScene:
         key: str = "body",
     ) -> None:
         """A call of the scene's request, up to the prompt it asks for."""
-        call = self.terms.call
+        call = self.settings.call
         if conversation is not None:
             call = evolve(call, request=evolve(call.request, conversation=conversation))
-        self.terms = evolve(self.terms, call=call, request_key=key)
-        self.exchange = Exchange(self.terms)
+        self.settings = evolve(self.settings, call=call, request_key=key)
+        self.exchange = Exchange(self.settings)
         (command,) = self.exchange.receive(RequestReceived(at=10.0, wall=1000.0, undelivered=undelivered))
         assert isinstance(command, Render)
         self.render = command

@@ -119,7 +119,7 @@ def _record(live: LiveSession, tokens: int) -> None:
     """One finished model call, as the model plane records it."""
     toy = toys.Session(live.session_id)
     toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)
-    with live.call(trio.CancelScope()):
+    with live.calls.enter(trio.CancelScope()):
         asked: Message = toys.user()
         pending = toy.begin(toys.ask(asked))
         live.commit(toy.turn(pending, toy.answer(pending.plan, "x " * tokens)))

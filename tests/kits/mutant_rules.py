@@ -429,7 +429,7 @@ RECORDS = (
         ),
     ),
     *rules(
-        "gateway.machine",
+        "gateway.exchange",
         (
             "a turn is recorded behind the last bytes",
             '        yield self._record(sample, "complete", at)\n        data +=',
@@ -869,8 +869,8 @@ REPEATED = rules(
     "gateway.live_sessions",
     (
         "a loop is seen and no call refused",
-        'return "repeats" if self._is_looping(messages) else None',
-        "return None",
+        '            return "repeats"\n',
+        "            return None\n",
         (LOOPS,),
     ),
     (
@@ -881,7 +881,7 @@ REPEATED = rules(
     ),
     (
         "a foreign history is this session's",
-        "if most is None or self.counters.charged < most:",
+        "if most is None or charged < most:",
         "if most is None:",
         (LOOPS,),
     ),

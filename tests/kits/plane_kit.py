@@ -19,8 +19,8 @@ from polarnode.core.task import Budgets
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway.call import KeepAlivePacing, Model
 from polarnode.gateway.endpoint import ModelPlane
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
-from polarnode.http.connections import WRITES, ConnectionWrites
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionBudget
+from polarnode.http.connections import ClientDeparture, DirectApp, Head
 from polarnode.http.server import Address, open_server
 from polarnode.merge.lineage import Lineages
 
@@ -106,7 +106,7 @@ class Stage:
     turns: list[Turn]
 
     @property
-    def app(self) -> Any:
+    def app(self) -> DirectApp:
         return self.plane.app_for("s1")
 
 
@@ -146,7 +146,7 @@ def new_session(
         key=f"key-{name}",
         lineages=Lineages(session_id=name, secret=b"secret"),
         sampling=sampling or Sampling(),
-        budgets=Budgets(**budgets),
+        budget=SessionBudget(Budgets(**budgets)),
         record=(turns if turns is not None else []).append,
     )
 
@@ -168,31 +168,31 @@ def _set_event(event: trio.Event) -> trio.Event:
 
 @define(eq=False)
 class AsgiClient:
-    """One request by hand: the body is there, the client leaves when `leave` is called; `sent` is what it
-    got.
+    """One request by hand, and the writer of its response: the body is there, the client leaves when `leave`
+    is called; `sent` is what it got, as ASGI's messages.
 
     `leave_at`: it leaves by itself when that many messages were sent to it, and the one after gets nowhere.
-    `reading`: every send to it waits until this is set.
+    `reading`: every write to it waits until this is set.
     """
 
     sent: list[Any] = field(factory=list)
-    gone: trio.Event = field(factory=trio.Event)
+    departure: ClientDeparture = field(factory=ClientDeparture)
     leave_at: int | None = None
-    wire: ConnectionWrites = field(factory=ConnectionWrites)
     reading: trio.Event = field(factory=lambda: _set_event(trio.Event()))
+    _gone: trio.Event = field(factory=trio.Event)
 
     def leave(self) -> None:
-        self.gone.set()
+        self._gone.set()
+        self.departure.note()
 
     async def request(
-        self, app: Any, path: str, body: bytes, *, key: str = "key-s1", cuts: Sequence[int] = ()
+        self, app: DirectApp, path: str, body: bytes, *, key: str = "key-s1", cuts: Sequence[int] = ()
     ) -> None:
         """`cuts`: the body comes in pieces, cut at these places."""
         places = [0, *sorted(cut for cut in cuts if cut < len(body)), len(body)]
         unread = [body[start:end] for start, end in pairwise(places)]
-        scope = {
+        scope: Any = {
             "type": "http", "http_version": "1.1", "method": "POST", "path": path, "query_string": b"",
-            "state": {WRITES: self.wire},
             "headers": [(b"authorization", b"Bearer " + key.encode()), (b"content-type", b"application/json")],
         }  # fmt: skip
 
@@ -201,18 +201,34 @@ class AsgiClient:
             if unread:
                 piece = unread.pop(0)
                 return {"type": "http.request", "body": piece, "more_body": bool(unread)}
-            await self.gone.wait()
+            await self._gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
-            await self.reading.wait()
-            if len(self.sent) == self.leave_at:
-                self.leave()
-            if not self.gone.is_set():
-                self.sent.append(message)
-                self.wire.writes += 1
+        await app.serve(scope, receive, self)
 
-        await app(scope, receive, send)
+    async def write(self, head: Head | None, data: bytes, *, end: bool) -> bool:
+        """Take a part of the response, as the messages that ASGI has for it. A client may leave between the
+        last bytes of a stream and its end.
+        """
+        await self.reading.wait()
+        sized = False
+        if head is not None:
+            sized = any(name == b"content-length" for name, _ in head[1])
+            self._take({"type": "http.response.start", "status": head[0], "headers": head[1]})
+        if sized:
+            return self._take({"type": "http.response.body", "body": data, "more_body": not end})
+        taken = self._take({"type": "http.response.body", "body": data, "more_body": True}) if data else False
+        if end:
+            ended = self._take({"type": "http.response.body", "body": b"", "more_body": False})
+            taken = taken or ended
+        return taken
+
+    def _take(self, message: Any) -> bool:
+        if len(self.sent) == self.leave_at:
+            self.leave()
+        if not self.departure.left:
+            self.sent.append(message)
+        return not self.departure.left
 
     @property
     def status(self) -> int | None:

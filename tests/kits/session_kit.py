@@ -495,11 +495,11 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
     """
     fault = live.refusal(history)
     if fault is not None:
-        live.refused(fault, history)
+        live.budget.count_refusal(fault, history)
         return None
     toy = toys.Session(live.session_id)
     toy.lineages, toy.samples = live.lineages, len(live.lineages.turns)
-    with live.call(trio.CancelScope()):
+    with live.calls.enter(trio.CancelScope()):
         conversation = toys.ask(*history)
         pending = toy.begin(conversation)
         try:
@@ -507,13 +507,16 @@ async def ask(live: LiveSession, history: list[Message], *, takes: float) -> Tur
         except ForkError:
             live.lineages.abandon_plan(pending.plan)
             return None
-        if live.on_held is not None:
+        if live.before_generation is not None:
             asked = ModelRequest(provider="toy", model="m", conversation=conversation, sampling=Sampling())
-            await live.on_held(pending.plan, asked)
+            await live.before_generation(pending.plan, asked)
         order = ports.GenerateOrder(request_id="", prompt=pending.prompt, sampling=Sampling(), stop_ids=())
-        if (given := live.inherited_answer(pending.plan, order)) is not None:
-            live.commit(evolve(given, session_id=live.session_id))
-            return given
+        answers = live.inherited.answers
+        if answers is not None:
+            given = answers.take(pending.plan, order, alone=live.calls.samples == 1)
+            if given is not None:
+                live.commit(evolve(given, session_id=live.session_id))
+                return given
         try:
             await trio.sleep(takes)
         except trio.Cancelled:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-import trio
 from attrs import define, field, frozen
 from tokens_kit import Model, model
 
@@ -21,7 +20,8 @@ from polarnode.core.errors import EngineError, Refused
 from polarnode.core.ports import Chunk, GenerateOrder
 from polarnode.core.trajectory import Turn, VersionSpan
 from polarnode.gateway import call
-from polarnode.gateway.call_events import (
+from polarnode.gateway.earlier_requests import SessionMemory
+from polarnode.gateway.exchange import (
     Break,
     ChunkProduced,
     ClientLeft,
@@ -30,8 +30,9 @@ from polarnode.gateway.call_events import (
     EndStream,
     EngineFailed,
     Event,
+    Exchange,
+    ExchangeSettings,
     KeepResponse,
-    PromptRendered,
     RecordTurn,
     Render,
     RequestReceived,
@@ -40,8 +41,8 @@ from polarnode.gateway.call_events import (
     SessionEnded,
     StartGeneration,
 )
-from polarnode.gateway.live_sessions import SessionMemory
-from polarnode.gateway.machine import Exchange, ExchangeSettings, enforceable_request
+from polarnode.gateway.model_requests import enforceable_request
+from polarnode.gateway.sample import PromptRendered
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.token_extras import CallExtras
@@ -52,13 +53,6 @@ T = TypeVar("T")
 
 SECRET = b"talk kit, thirty-two bytes, ok.."
 CONTEXT = 60_000
-
-
-class InlineModel(call.Model):
-    """Renders in place, however long the text."""
-
-    async def _rendered(self, render: Callable[[], T], threads: trio.CapacityLimiter | None) -> T:
-        return render()
 
 
 def run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -164,7 +158,7 @@ class CallInProgress:
                 self.answers = response.answers
                 if len(self.answers) == 1:
                     call = response.call(self.request)
-                    self.exchange.terms.dialect.remember(call, self.answers[0], self.desk.memory)
+                    self.exchange.settings.dialect.remember(call, self.answers[0], self.desk.memory)
             case Send(data=data):
                 self.sent += data
             case Reply(body=body, status=status):
@@ -196,7 +190,7 @@ class Desk:
     session_id: str = "s"
     sampling: Sampling = field(factory=Sampling)
     lineages: Lineages = field(init=False)
-    served: InlineModel = field(init=False)
+    served: call.Model = field(init=False)
     memory: SessionMemory = field(factory=SessionMemory, init=False)
     prompts: "dict[int, array[int]]" = field(factory=dict, init=False)
     turns: list[Turn] = field(factory=list, init=False)
@@ -212,7 +206,7 @@ class Desk:
             if self.tokenizer is None
             else type(self.model.template)(tokenizer, self.model.family)
         )
-        self.served = InlineModel(
+        self.served = call.Model(
             id="m",
             engine=None,
             template=template,
@@ -254,7 +248,7 @@ class Desk:
         found, references = route("POST", ask.path.partition("?")[0], ask.headers), self.lineages.references
         assert found is not None
         self._calls += 1
-        terms = ExchangeSettings(
+        settings = ExchangeSettings(
             session_id=self.session_id,
             dialect=found.dialect,
             call=ModelCallInfo(
@@ -273,12 +267,11 @@ class Desk:
             ),
             token_bytes=self.served.tokenizer.token_bytes,
         )
-        return Exchange(terms)
+        return Exchange(settings)
 
     def rendered(self, request: ModelRequest, asked: Render) -> PromptRendered | RequestRefused:
-        new, threads = asked.plan.new, trio.CapacityLimiter(1)
         prompt = self.served.prompt(
-            request.conversation, new, asked.history, threads=threads, prefill=asked.prefill
+            request.conversation, asked.plan.new, asked.history, threads=None, prefill=asked.prefill
         )
         try:
             return run_without_waiting(prompt)

@@ -23,7 +23,7 @@ from polarnode.core.ports import Endpoint, GenerateOrder, HarnessOrder, Launch
 from polarnode.core.task import Budgets, RuntimeSpec
 from polarnode.gateway.call import Model
 from polarnode.gateway.endpoint import ModelPlane
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionBudget
 from polarnode.harnesses import HARNESSES
 from polarnode.http.server import open_server
 from polarnode.merge.lineage import Lineages
@@ -102,15 +102,14 @@ class ForkBench:
         )
         return ModelPlane(sessions=self.sessions, model=served)
 
-    def session(self, key: str, lineages: Lineages, **more: Any) -> LiveSession:
+    def session(self, key: str, lineages: Lineages) -> LiveSession:
         return LiveSession(
             session_id="forked",
             key=f"sk-{key}",
             lineages=lineages,
             sampling=Sampling(),
-            budgets=Budgets(),
+            budget=SessionBudget(Budgets()),
             record=lambda turn: None,
-            **more,
         )
 
     @asynccontextmanager

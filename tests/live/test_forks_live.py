@@ -23,8 +23,8 @@ from polarnode.containers.images import ensure_images
 from polarnode.containers.runtimes import open_runtimes
 from polarnode.core.conversation import Conversation, ModelRequest
 from polarnode.core.trajectory import Turn
+from polarnode.gateway.fork_inheritance import ResumedSession
 from polarnode.gateway.live_sessions import LiveSession
-from polarnode.gateway.resumed_session import ResumedSession
 from polarnode.harnesses import HARNESSES
 from polarnode.merge.attach import Plan
 from polarnode.merge.lineage import Lineages
@@ -104,7 +104,7 @@ async def parent(bench: ForkBench) -> Parent:
                 kept["conversation"] = request.conversation
                 kept["files"], kept["workdir"] = await copied(runtime), await digest(runtime)
 
-        live.on_held = held
+        live.before_generation = held
         code = await bench.run(runtime, live, HARNESSES[bench.harness].launch, INSTRUCTION)
     turns = live.lineages.turns
     assert code == 0, bench.log(live).read_text()[-2000:]
@@ -122,13 +122,14 @@ async def resumed(bench: ForkBench, parent: Parent) -> dict[str, Any]:
         before_key=parent.turns[TURN].before_key,
         conversation=parent.conversation,
     )
-    live: LiveSession = bench.session("fork", lineages, resumed=state)
+    live: LiveSession = bench.session("fork", lineages)
+    live.inherited.resumed = state
     before, began, first = len(bench.engine.orders), trio.current_time(), list[float]()
 
     async def asked(plan: Plan, request: ModelRequest) -> None:
         first.append(trio.current_time() - began)
 
-    live.on_held = asked
+    live.before_generation = asked
     resume = HARNESSES[bench.harness].resume
     assert resume is not None
     async with bench.opened(live) as runtime:

@@ -24,7 +24,7 @@ from polarnode.core.task import Budgets, BuilderSpec
 from polarnode.core.trajectory import Turn
 from polarnode.gateway.call import Model as Served
 from polarnode.gateway.endpoint import ModelPlane
-from polarnode.gateway.live_sessions import LiveSession, LiveSessions
+from polarnode.gateway.live_sessions import LiveSession, LiveSessions, SessionBudget
 from polarnode.merge.builders import build
 from polarnode.merge.invariants import check
 from polarnode.merge.lineage import Lineages
@@ -125,7 +125,7 @@ def agent(*texts: str, of: Model | None = None, end: str = "<|im_end|>", templat
     turns: list[Turn] = []
     lineages = Lineages(session_id="s1", secret=b"secret", drops_thinking=drops)
     live, sessions = (
-        LiveSession("s1", "key-s1", lineages, Sampling(), Budgets(), turns.append),
+        LiveSession("s1", "key-s1", lineages, Sampling(), SessionBudget(Budgets()), turns.append),
         LiveSessions(),
     )
     sessions.add(live)

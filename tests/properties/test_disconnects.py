@@ -126,7 +126,7 @@ def test_cut_call_keeps_sampled_tokens(
         here = stage(engine)
         asgi = AsgiClient()
         pieces = await play(here, engine, asgi, path, stream=stream, cut=cut, at=at)
-        assert (engine.running, here.s1.in_flight) == (0, 0)
+        assert (engine.running, here.s1.calls.count) == (0, 0)
         assert len(here.turns) <= 1
         if engine.orders:  # a generation was asked for: it is a turn, whatever became of it
             (turn,) = here.turns
@@ -356,7 +356,7 @@ async def test_disconnect_in_body_asks_nothing() -> None:
             b"POST /v1/messages HTTP/1.1\r\nHost: node\r\nX-Api-Key: key-s1\r\nContent-Length: 1000\r\n\r\n{"
         )
         await client.aclose()
-    assert (engine.orders, here.turns, here.s1.counters.refusals) == ([], [], {})
+    assert (engine.orders, here.turns, here.s1.budget.counters.refusals) == ([], [], {})
 
 
 async def test_closing_server_keeps_turns() -> None:

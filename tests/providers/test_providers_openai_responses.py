@@ -7,7 +7,7 @@ import pytest
 
 from polarnode.core.conversation import Answer, ModelRequest, TextPart, Usage
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import SessionMemory
+from polarnode.gateway.earlier_requests import SessionMemory
 from polarnode.providers.contract import ModelCallInfo, RequestEnvelope, ServedModel
 from polarnode.providers.openai_chat import OPENAI_CHAT
 from polarnode.providers.openai_responses import OPENAI_RESPONSES

@@ -22,7 +22,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import SessionMemory
+from polarnode.gateway.earlier_requests import SessionMemory
 from polarnode.providers.contract import ModelCallInfo, RequestEnvelope
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.history import MAX_UNSEALED_BYTES, SealedContent, seal

@@ -9,7 +9,7 @@ import pytest
 
 from polarnode.core.conversation import Json
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import MAX_REMEMBERED_BYTES, REMEMBERED, SessionMemory
+from polarnode.gateway.earlier_requests import MAX_REMEMBERED_BYTES, REMEMBERED, SessionMemory
 from polarnode.providers.openai_responses import history
 from polarnode.providers.openai_responses.history import (
     StoredInput,

@@ -7,7 +7,7 @@ import pytest
 
 from polarnode.core.conversation import Constraint, Message, ModelRequest, Sampling, ToolCall
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import SessionMemory
+from polarnode.gateway.earlier_requests import SessionMemory
 from polarnode.providers.contract import Operation, RequestEnvelope
 from polarnode.providers.openai_responses import OPENAI_RESPONSES
 from polarnode.providers.openai_responses.history import INSTRUCTION

@@ -28,7 +28,7 @@ from polarnode.core.conversation import (
     Usage,
 )
 from polarnode.core.errors import Refused
-from polarnode.gateway.live_sessions import SessionMemory
+from polarnode.gateway.earlier_requests import SessionMemory
 from polarnode.providers.contract import (
     JSON_TYPE,
     STREAM_TYPE,

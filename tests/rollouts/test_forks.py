@@ -200,8 +200,8 @@ async def test_resumed_session_begins_with_parent_turns(tmp_path: Path) -> None:
         begin_with_parent(live, parent.turns[:2], References("p", b"theirs"), None, 2)
         assert [turn.session_id for turn in live.lineages.turns] == ["s", "s"]
         assert live.lineages.references.ref(1) == References("p", b"theirs").ref(1)
-        assert (live.counters.turns, live.counters.sampled_tokens) == (2, 0)
-        assert live.tally.sampled_tokens.total() == 0
+        assert (live.budget.counters.turns, live.budget.counters.sampled_tokens) == (2, 0)
+        assert live.budget.tally.sampled_tokens.total() == 0
         await journal.writer.flush()
         assert len(await journal.reader.query(queries.turns, "s")) == 2
 

@@ -99,7 +99,7 @@ async def test_task_without_snapshots_costs_nothing(autojump_clock: Clock, tmp_p
 
     async def program(call: Call) -> int:
         await trio.lowlevel.checkpoint()
-        held.append(session_of_call(program, call).on_held)
+        held.append(session_of_call(program, call).before_generation)
         return 0
 
     async with town(tmp_path, {"agent": program}) as here:
@@ -131,10 +131,10 @@ async def side_call(program: Any, call: Call) -> None:
     """A call that the harness marks as a side call."""
     live, toy = session_of_call(program, call), toys.Session()
     toy.session_id, toy.lineages = live.session_id, live.lineages
-    with live.call(trio.CancelScope()):
+    with live.calls.enter(trio.CancelScope()):
         pending = toy.begin(toys.ask(toys.user("name it")), hints={"kind": "auxiliary"})
-        assert live.on_held is not None
-        await live.on_held(pending.plan, None)  # type: ignore[arg-type]
+        assert live.before_generation is not None
+        await live.before_generation(pending.plan, None)  # type: ignore[arg-type]
         live.commit(toy.turn(pending, toy.answer(pending.plan, "a title")))
 
 

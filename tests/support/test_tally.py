@@ -9,7 +9,7 @@ from journal_samples import make_trajectory, make_turn
 from polarnode.core.conversation import Sampling
 from polarnode.core.task import Budgets
 from polarnode.core.trajectory import LeftOut, Outcome, Timing
-from polarnode.gateway.live_sessions import LiveSession
+from polarnode.gateway.live_sessions import LiveSession, SessionBudget
 from polarnode.merge.lineage import Lineages
 from polarnode.merge.turn_kinds import REASONS
 from polarnode.providers.contract import Fault
@@ -90,9 +90,10 @@ def test_lost_session_counted_by_fault() -> None:
 
 def test_live_session_counts_into_tally() -> None:
     tally, lineages = NodeCounters(), Lineages(session_id="s", secret=b"secret")
-    live = LiveSession("s", "key", lineages, Sampling(), Budgets(), lambda turn: None, tally=tally)
-    live.refused(Fault(kind="session_over", message="over"))
-    assert tally.refusals == live.counters.refusals == {"session_over": 1}
+    budget = SessionBudget(Budgets(), tally=tally)
+    live = LiveSession("s", "key", lineages, Sampling(), budget, lambda turn: None)
+    live.budget.count_refusal(Fault(kind="session_over", message="over"))
+    assert tally.refusals == live.budget.counters.refusals == {"session_over": 1}
 
 
 def test_copy_does_not_change() -> None:
