@@ -301,9 +301,9 @@ async def paced(apis: Sequence[str], *, agents: Sequence[int], turns: int, group
     print(f"\nan engine that takes its time; {turns} turns of each agent, {group} of them with one head\n")
     print(
         "| API | agents | engine s | added p50 / p99 ms | beyond direct | first turn p50 / p99 ms | wall s (ideal)"
-        " | core in use | us/token | lag p50 / p99 / max ms |"
+        " | core in use | CPU ms/call | us/token | lag p50 / p99 / max ms |"
     )
-    print(f"|{'---|' * 10}")
+    print(f"|{'---|' * 11}")
     for api in apis:
         for stream in (False, True):
             for count in agents:
@@ -340,7 +340,7 @@ def added_ms(played: Sequence[Played], generation: float, *, later: bool) -> lis
 def direct_row(count: int, generation: float, direct: Sequence[Played]) -> str:
     added = {later: added_ms(direct, generation, later=later) for later in (True, False)}
     cells = ("direct", count, generation, middle(added[True]), "–", middle(added[False]))
-    return f"| {' | '.join(map(str, cells))} | – | – | – | – |"
+    return f"| {' | '.join(map(str, cells))} | – | – | – | – | – |"
 
 
 def paced_row(
@@ -360,6 +360,7 @@ def paced_row(
         middle(added[False]),
         f"{load.wall_s:.1f} ({ideal:.1f})",
         f"{load.spent('cpu_s') / load.wall_s:.0%}",
+        f"{load.cpu_ms:.2f}",
         f"{load.spent('cpu_s') / load.spent('sampled') * 1e6:.0f}",
     )
     return f"| {' | '.join(map(str, cells))} | {lag} |"

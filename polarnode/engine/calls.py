@@ -24,6 +24,9 @@ from polarnode.engine.protocol import Generate, Piece, RoutedRows
 TOP_LOGPROBS = 20  # what OpenAI and Google allow; each costs 8 bytes a token on the wire
 # Tokens of a whole answer that wait before they are read: parsing so many takes 0.3 ms of the loop.
 WITHHELD_TOKENS = 512
+# Tokens of a piece of a whole answer. Each piece wakes the node and costs it 0.2 ms. A client that leaves, or
+# an engine that dies, loses what is not yet a piece: less than a second of sampling.
+WHOLE_PIECE_TOKENS = 64
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -103,6 +106,7 @@ def to_generate(order: GenerateOrder, *, context_length: int, adapter: str = "")
         routed_from=order.routed_from,
         adapter=adapter,
         session=prefix_name(order.affinity, order.chain),
+        piece_tokens=WHOLE_PIECE_TOKENS if order.whole else 0,
     )
 
 

@@ -228,7 +228,8 @@ class Generate:
     The constraint among the sampling parameters begins after the token `constraint_after`, where that is set.
     `routed_from` is the first position whose experts are reported. `adapter` is the version that samples, of
     those that were loaded; if empty, the base samples. `session` says which conversation's prefix this is, so
-    that `Forget` can name it.
+    that `Forget` can name it. `piece_tokens` are the tokens of a piece after the first, because nobody reads
+    them sooner; with 0 the engine decides.
     """
 
     rid: str
@@ -240,6 +241,7 @@ class Generate:
     routed_from: int | None = None
     adapter: str = ""
     session: str = ""
+    piece_tokens: int = 0
 
 
 @frozen(kw_only=True)

@@ -71,6 +71,8 @@ def request(order: Generate, *, sessions: bool = False) -> dict[str, Any]:
     """
     late = order.constraint_after is not None
     sampling: dict[str, Any] = dict(order.sampling)
+    if order.piece_tokens:
+        sampling["stream_interval"] = order.piece_tokens
     if not CONSTRAINTS.isdisjoint(sampling):
         sampling["custom_params"] = {
             SESSION: order.session.partition("/")[0],  # the session without its conversation

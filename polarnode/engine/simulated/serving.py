@@ -320,17 +320,24 @@ class Serving:
         for each in moved:
             request = self._requests[each.rid]
             request.cached = each.cached
-            while each.over or each.sampled - request.sent >= self.settings.chunk_tokens:
+            while each.over or each.sampled - request.sent >= self._piece_tokens(request):
                 self._outbox.append(self._piece(request))
                 if request.over:
                     break
+
+    def _piece_tokens(self, request: SimulatedRequest) -> int:
+        """The tokens of the next piece. The first one is not delayed, because it gives the time of the first
+        token.
+        """
+        later = request.order.piece_tokens if request.sent else 0
+        return max(later, self.settings.chunk_tokens)
 
     def _schedule_chunk(self, request: SimulatedRequest) -> None:
         """Schedule the time when the next chunk is complete. A chunk's tokens are sampled one by one."""
         if self.cache is not None:
             return
         rate = self.settings.tokens_per_s
-        last = min(request.sent + self.settings.chunk_tokens, len(request.answer.ids))
+        last = min(request.sent + self._piece_tokens(request), len(request.answer.ids))
         heapq.heappush(
             self._due, (request.begun + ((last - 1) / rate if rate else 0.0), next(self._numbers), request)
         )
@@ -388,7 +395,7 @@ class Serving:
     def _piece(self, request: SimulatedRequest) -> Piece:
         """The next chunk. This schedules the one after it, or ends the request."""
         first, total = request.sent, len(request.answer.ids)
-        last = request.sent = min(first + self.settings.chunk_tokens, total)
+        last = request.sent = min(first + self._piece_tokens(request), total)
         others, (ids, logprobs) = 4 * request.order.top_logprobs, request.alternatives
         if last < total:
             self._schedule_chunk(request)
