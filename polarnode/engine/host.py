@@ -259,8 +259,10 @@ class Host:
         self._change("ready")
 
     def serve(self, version: str) -> None:
-        """The host reported that it serves these weights now."""
-        if self.ready is not None:
+        """The host reported that it serves these weights now. A process that has died since then is followed
+        by one that loads them before it serves.
+        """
+        if self.ready is not None and self.state in ("ready", "stale"):
             self.ready = evolve(self.ready, weight_version=version)
             self._change("ready")
 

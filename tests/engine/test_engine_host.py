@@ -4,7 +4,7 @@ node does, without SGLang's start-up.
 
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from polarnode.engine import update as update_module
 from polarnode.engine.checkpoints import fingerprint
 from polarnode.engine.engines import Engines, open_hosts
 from polarnode.engine.host import Loaded
-from polarnode.engine.protocol import LoadTensors
+from polarnode.engine.host_process import HostProcess
+from polarnode.engine.protocol import CommitUpdate, Done, LoadTensors, ToHost
 from polarnode.engine.routing import MAX_DEATHS
 from polarnode.engine.settings import EngineSettings
 from polarnode.engine.update import MessageMaker
@@ -278,6 +279,26 @@ async def test_missing_disk_weights_are_awaited(tmp_path: Path) -> None:
         assert [(host.state, host.weight_version) for host in engines.statistics().hosts] == [
             ("ready", "2")
         ] * 2
+
+
+async def test_dead_host_is_not_made_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that answers an update, and dies before the others have answered, serves after its restart only."""
+    ask = HostProcess.ask
+
+    async def dies_after_answering(process: HostProcess, make: Callable[[int], ToHost]) -> Done:
+        done = await ask(process, make)
+        if isinstance(make(0), CommitUpdate) and process.pid is not None:
+            os.kill(process.pid, 9)
+            await until_state(engines, "dead")
+        return done
+
+    async with opened(tmp_path) as engines:
+        monkeypatch.setattr(HostProcess, "ask", dies_after_answering)
+        async with engines.updating("in_place") as update:
+            await update.load(sent("good"))
+            await update.check()
+            await engines.commit(update, Loaded(version="1"))
+            assert engines.statistics().hosts[0].state == "dead"
 
 
 async def test_overwritten_folder_is_not_reloaded(tmp_path: Path) -> None:
