@@ -245,6 +245,7 @@ async def test_following_weights_survives_full_disk(
 
     async with nodes(tmp_path, dsn, "a", "b") as (first, second):
         monkeypatch.setattr(AdapterStore, "follow", no_room)
+        first.weights.spread_s = 1.0  # the answer waits so long for a node that cannot say what it serves
         await second.following.look()
         assert (await first.node.post("/v1/weights", new("7"))).status == 201
         assert await serves(second, "7")
