@@ -108,12 +108,12 @@ def require_images(tasks: Sequence[SourcedTask], config: NodeConfig) -> None:
     log = Path(config.state_dir) / "images.log"
     images = Images(settings=runtimes_settings(config), log=log, report=click.echo)
 
-    async def insist() -> None:
+    async def check_images() -> None:
         for name, task in named.items():
             if (why := await images.refusal(name)) is not None:
                 raise Refused(f"{task.origin}: runtime.image: {why}", path="$.runtime.image")
 
-    trio.run(insist)
+    trio.run(check_images)
 
 
 def build_folders(

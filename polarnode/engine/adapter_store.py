@@ -172,7 +172,7 @@ class AdapterStore:
 
     def _check(self, name: str, version: str) -> None:
         """Raise for a name or version that cannot be taken, before anything is read or written."""
-        self.weights.engines.adapters.insist()
+        self.weights.engines.adapters.require_enabled()
         if ADAPTER.fullmatch(name) is None:
             raise Refused(
                 "name must be 1 to 64 letters, digits, '.', '_' or '-', and begin with a letter or digit",
@@ -388,7 +388,7 @@ class AdapterStore:
         if served.source["base"] != base or row.version in self._unable:
             return
         try:
-            weights.engines.adapters.insist()
+            weights.engines.adapters.require_enabled()
         except Conflict as refused:
             self._note_unable(name, row.version, str(refused))
             return

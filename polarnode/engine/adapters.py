@@ -91,7 +91,7 @@ class EngineAdapters:
         the base. Raises EngineError when no host serves or one died. After any of them the version before is
         current on all hosts.
         """
-        self.insist()
+        self.require_enabled()
         await trio.to_thread.run_sync(self._check, folder)
         async with self._lock:
             self._require_new(name, version)
@@ -114,7 +114,7 @@ class EngineAdapters:
         if self.lost.pop(name, None) is not None:
             return
         adapter = self._found(name)
-        _insist(
+        _require(
             not adapter.sessions,
             f"{adapter.sessions} sessions sample by adapter {name!r}: cancel their tasks or wait for their"
             " end, then delete it",
@@ -122,15 +122,15 @@ class EngineAdapters:
         del self._adapters[name]
         self.wake()
 
-    def insist(self) -> None:
+    def require_enabled(self) -> None:
         """Raise Conflict if this engine takes no adapters."""
         settings = self._settings
-        _insist(
+        _require(
             settings is not None and settings.external is None,
             "the engine is external (--engine), and adapters are for the node's own: leave `adapter` out, or"
             " start the node with --gpus or --cpu and the setting lora_rank",
         )
-        _insist(
+        _require(
             settings is not None and settings.lora_rank > 0,
             "this node takes no adapters: start it with the setting lora_rank, the largest rank that is sent,"
             " such as lora_rank = 32",
@@ -138,12 +138,12 @@ class EngineAdapters:
 
     def require_none(self) -> None:
         """Raise Conflict while there are adapters, because their versions belong to this base."""
-        _insist(
+        _require(
             not self._adapters,
             f"the base weights stay as they are while adapters exist ({', '.join(self._adapters)}): delete"
             " them first, by DELETE /v1/adapters/NAME",
         )
-        _insist(
+        _require(
             not self.kept,
             f"calls sample by adapters yet, or one is being loaded ({', '.join(self.kept)}): update the base"
             " weights once they have ended",
@@ -154,7 +154,7 @@ class EngineAdapters:
     def refusal(self, name: str) -> str | None:
         """Why no session can sample by `name`, as a sentence. None when it can."""
         try:
-            self.insist()
+            self.require_enabled()
             self._found(name)
         except (Conflict, Refused) as refused:
             return str(refused)
@@ -352,15 +352,15 @@ class EngineAdapters:
     def _require_new(self, name: str, version: str) -> None:
         owner = next((each.name for each in self._adapters.values() if version in each.versions), None)
         whose = "the base weights" if owner is None else f"adapter {owner!r}"
-        _insist(
+        _require(
             owner is None and version not in self._taken() and not self._in_progress(version),
             f"version {version!r} is one of {whose}: give each adapter's version a name of its own",
         )
-        _insist(
+        _require(
             name in self._adapters or len(self._adapters) < MOST,
             f"there are {MOST} adapters: delete one that no run uses, by DELETE /v1/adapters/NAME",
         )
-        _insist(
+        _require(
             not self._updating(),
             "the base weights are being updated: send the adapter once they are served",
         )
@@ -375,7 +375,7 @@ class EngineAdapters:
         return adapter
 
 
-def _insist(holds: bool, sentence: str) -> None:
+def _require(holds: bool, sentence: str) -> None:
     """Raise Conflict with the sentence unless the condition holds."""
     if not holds:
         raise Conflict(sentence)

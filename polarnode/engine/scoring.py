@@ -220,7 +220,7 @@ class ScoringEngines:
     engines: Mapping[str, ScoringEngine] = field(factory=dict)
     _requests: int = field(default=0, init=False)
 
-    def insist(self, name: str, path: str) -> None:
+    def require_engine(self, name: str, path: str) -> None:
         """Raise Refused if no engine has the name."""
         if name not in self.engines:
             raise Refused(
@@ -238,7 +238,7 @@ class ScoringEngines:
         """Score the rows of a request. Raises Refused with a row's path, Busy, and EngineError. Leaving early
         ends what is in the engine.
         """
-        self.insist(request.engine, "$.engine")
+        self.require_engine(request.engine, "$.engine")
         if request.adapter and request.engine != POLICY:
             raise Refused("adapter: only the policy has adapters, leave it out", path="$.adapter")
         asked = _asked(request)

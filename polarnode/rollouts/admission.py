@@ -176,7 +176,7 @@ class TaskAdmission:
         if adapter and (why := self.adapters.refusal(adapter)) is not None:
             raise Refused(why, path="$.adapter")
         if carry.teacher:
-            self.scoring.insist(carry.teacher, "$.carry.teacher")
+            self.scoring.require_engine(carry.teacher, "$.carry.teacher")
 
 
 # ── backpressure ──────────────────────────────────────────────────────────────

@@ -340,7 +340,7 @@ async def taught(
     orders: dict[int, ScoreOrder] = {}
     found: dict[int, RowScores | PolarnodeError] = {}
     try:
-        scoring.insist(teacher, "$.carry.teacher")
+        scoring.require_engine(teacher, "$.carry.teacher")
     except Refused as refused:  # The task is from an earlier run of the node, with other settings.
         return unscored(trajectory, str(refused))
     for place, trace in enumerate(trajectory.traces):

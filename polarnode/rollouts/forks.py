@@ -82,7 +82,7 @@ class ForkParents(Protocol):
     async def earlier_attempts(self, place: Identity) -> Sequence[EarlierAttempt]:
         """The sessions that had a session's place before it."""
 
-    async def insist_here(self, fork: ForkSpec) -> None:
+    async def require_here(self, fork: ForkSpec) -> None:
         """Raise ForkElsewhere for a fork that must begin at another node."""
 
 
@@ -97,7 +97,7 @@ class NoParents:
         await trio.lowlevel.checkpoint()
         return ()
 
-    async def insist_here(self, fork: ForkSpec) -> None:
+    async def require_here(self, fork: ForkSpec) -> None:
         await trio.lowlevel.checkpoint()
 
 
@@ -153,7 +153,7 @@ class ForkNodes:
         listed = await trio.to_thread.run_sync(list_snapshots, self.snapshots, fork.session)
         return bool(listed.snapshots)
 
-    async def insist_here(self, fork: ForkSpec) -> None:
+    async def require_here(self, fork: ForkSpec) -> None:
         """Raise ForkElsewhere for a fork that must begin at another node."""
         node = await self.elsewhere(fork)
         if node is not None:
@@ -458,7 +458,7 @@ async def _state(
         return f"its root, session {root.session_id}, is not usable ({member.why})"
     by = tree_way(order.spec, order.harness)
     whole = ForkSpec(session=root.session_id, turn=COUNT, by=by)
-    await parents.insist_here(whole)
+    await parents.require_here(whole)
     parent = await parents.parent(whole)
     if parent is None:
         return f"its root, session {root.session_id}, is not in the log"

@@ -62,6 +62,6 @@ class GroupProgress:
         facts: Iterable[SessionFacts] = filled.values()
         if len(filled) < claim.spec.num_samples:  # The others ended at another node or in an earlier run.
             ask = partial(self.log.finished_places, claim.task_id)
-            facts = await retry_until_answered(ask, meanwhile="results wait here")
+            facts = await retry_until_answered(ask)
         group = judged(policy, facts, task_id=claim.task_id, group_id=ended.identity.group_id)
         self.tally.groups[group.state] += 1

@@ -32,7 +32,7 @@ class LogMembership:
         held.
         """
         self.facts = facts
-        joined = await retry_until_answered(lambda: self.log.join(facts), meanwhile="results wait here")
+        joined = await retry_until_answered(lambda: self.log.join(facts))
         self.incarnation = joined.incarnation
         return joined.inherited
 

@@ -16,6 +16,7 @@ from polarnode.core.trajectory import Outcome, Trajectory
 from polarnode.groups.group import EARLY_STOP_REASON, lost_to_the_machine, stamp_staleness
 from polarnode.journal import queries
 from polarnode.journal.journal import Journal
+from polarnode.journal.log.patience import retry_until_answered
 from polarnode.journal.log.port import Claim, NodeFacts
 from polarnode.journal.reader import JournalReader
 from polarnode.journal.values import UnfinishedSession
@@ -50,7 +51,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
         if claim is not None and results.claim_of(session_id) is not None:
             results.hold(claim)  # Its result is on its way, and this incarnation now holds its place.
         elif claim is not None:
-            await results.told(partial(scheduler.log.put_back, claim, counts=False))
+            await retry_until_answered(partial(scheduler.log.put_back, claim, counts=False))
     for claim in inherited.values():
         session = unfinished.pop(claim.session_id, None) or _without_turns(claim, scheduler)
         if scheduler.log.shared:  # A shared log has the task.
@@ -61,7 +62,7 @@ async def recover(journal: Journal, scheduler: Scheduler, facts: NodeFacts, repo
     # begun wait in the log's queue.
     for session in (each for each in unfinished.values() if each.began):
         if scheduler.log.shared:
-            task = await results.told(partial(scheduler.log.task, session.identity.task_id))
+            task = await retry_until_answered(partial(scheduler.log.task, session.identity.task_id))
             session = evolve(session, spec=None if task is None else task.spec)
         results.publish(await journal.reader.run_in_thread(partial(_trajectory, session, imports)))
     await results.delivered()
@@ -83,7 +84,7 @@ async def _recovered(
     lost = await reader.run_in_thread(partial(_trajectory, session, admission.allowed_imports))
     # The log is asked this late because siblings end meanwhile.
     incarnation = scheduler.claims.membership.incarnation
-    stopped = await registry.results.told(partial(scheduler.log.sessions_to_stop, incarnation))
+    stopped = await retry_until_answered(partial(scheduler.log.sessions_to_stop, incarnation))
     ending = stopped.get(claim.session_id, claim.ending)
     if ending == "early stop" and lost.outcome.status == "interrupted":
         lost = evolve(

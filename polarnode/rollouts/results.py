@@ -117,10 +117,10 @@ class SessionResults:
         """
         if self.held is None:
             return frozenset()
-        self._identity = await self.told(self.log.log_name)
+        self._identity = await retry_until_answered(self.log.log_name)
         kept = {each.ended.identity.session_id: each for each in await self.held.read_all()}
         # A primary that was lost while the node was down may have taken acknowledged results with it.
-        over = await self.told(partial(self.log.session_ends, tuple(kept)))
+        over = await retry_until_answered(partial(self.log.session_ends, tuple(kept)))
         for session_id, each in kept.items():
             if each.answered is None or session_id in inherited or not over.get(session_id):
                 held = inherited.get(session_id) if each.claim is not None else None
@@ -139,7 +139,7 @@ class SessionResults:
         """
         if self.held is None or self._identity is None:  # `restore` comes first.
             return
-        identity = await self.told(self.log.log_name)
+        identity = await retry_until_answered(self.log.log_name)
         if identity == self._identity:
             return
         logger.warning(
@@ -183,7 +183,7 @@ class SessionResults:
         while (task_id, sample_index) not in self.unwritten:
             seen = self.log.event_news
             # This waits as long as the log is away, because no session may end on that account.
-            over = await self.told(lambda: self.log.finished_places(task_id))
+            over = await retry_until_answered(lambda: self.log.finished_places(task_id))
             for facts in over:
                 if facts.sample_index == sample_index:
                     return facts
@@ -195,7 +195,7 @@ class SessionResults:
         with trio.move_on_after(STOP_WAIT_S) as scope:
             await self.delivered()
             if self.log.shared:
-                await self.told(lambda: self.log.leave(self.membership.incarnation))
+                await retry_until_answered(lambda: self.log.leave(self.membership.incarnation))
         if scope.cancelled_caught:
             logger.warning(
                 "the log does not answer: the next start of this node tells it %d results", self.waiting
@@ -254,7 +254,7 @@ class SessionResults:
                 raise LogUnavailable(away)
             return await tell(await self.held.load_result(ended))
 
-        return await self.told(ask)
+        return await retry_until_answered(ask)
 
     async def _deliver_result(self, session_id: str, ended: EndedSession) -> None:
         while True:
@@ -284,7 +284,7 @@ class SessionResults:
         # Retention deletes no task that is so young, so the log's present primary never had it.
         ids = [new_id() for _ in range(claim.spec.num_samples)]
         ids[claim.sample_index] = claim.session_id
-        await self.told(
+        await retry_until_answered(
             lambda: self.log.submit(
                 claim.spec,
                 task_id=claim.task_id,
@@ -300,10 +300,6 @@ class SessionResults:
         self._claims.pop(session_id, None)
         if self.held is not None:
             self.held.mark_acknowledged(session_id)
-
-    async def told(self, tell: Callable[[], Awaitable[T]]) -> T:
-        """The log's answer, however long it is away."""
-        return await retry_until_answered(tell, meanwhile="results wait here")
 
     def _note(self) -> None:
         changed, self._changed = self._changed, trio.Event()

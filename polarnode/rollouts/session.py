@@ -248,7 +248,7 @@ class Session:
             return
         if fork is None:
             return
-        await parents.insist_here(fork)
+        await parents.require_here(fork)
         if fork.by == "replay":
             begin_replay(self.live, self.task, await parents.parent(fork), self._note_inherited)
         else:

@@ -242,9 +242,9 @@ async def test_root_of_another_node_has_turns(dsn: str, tmp_path: Path) -> None:
         )
         assert await here.elsewhere(replay) == "a", "its turns are not in the log yet"
         with pytest.raises(ForkElsewhere, match="node a, which has session t-0"):
-            await here.insist_here(replay)
+            await here.require_here(replay)
         await first.finish_claim(held, end(held, turns=3))
-        await here.insist_here(replay)
+        await here.require_here(replay)
         found = await here.parent(replay)
         assert found is not None
         assert (len(found.turns), found.count) == (1, 3)
@@ -266,7 +266,7 @@ async def test_misplaced_fork_is_given_back(
         asked = list[str]()
 
         class Elsewhere(NoParents):
-            async def insist_here(self, fork: ForkSpec) -> None:
+            async def require_here(self, fork: ForkSpec) -> None:
                 asked.append(fork.session)
                 await trio.lowlevel.checkpoint()
                 raise ForkElsewhere("it begins at node a, which has session root")

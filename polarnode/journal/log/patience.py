@@ -17,7 +17,7 @@ T = TypeVar("T")
 RETRY_PAUSES: Final = Backoff(first_s=0.1, longest_s=5.0)
 
 
-async def retry_until_answered(ask: Callable[[], Awaitable[T]], *, meanwhile: str) -> T:
+async def retry_until_answered(ask: Callable[[], Awaitable[T]], *, meanwhile: str = "results wait here") -> T:
     """Make a call of the log until it answers, however long it is away. The call must be one that may be made
     again. `meanwhile` says for node.log what happens to the work that waits.
     """
